@@ -11,6 +11,11 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def _callback() -> None:
+    """Train EAGLE-3 drafters through a data-versioned pipeline."""
+
+
 @app.command()
 def params(path: str = "params.yaml") -> None:
     """Check params.yaml against the schema."""

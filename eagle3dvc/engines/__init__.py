@@ -1,0 +1,84 @@
+"""Engines compute hidden states (and answers) with the verifier: one small protocol, several ways to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from eagle3dvc.errors import UserError
+
+if TYPE_CHECKING:
+    from eagle3dvc.hidden_states.format import FinishedShard, ShardRequest
+    from eagle3dvc.params import Params
+    from eagle3dvc.verifier import Head, VerifierInfo
+
+
+class Engine(Protocol):
+    """A loaded verifier. Built only when something is left to compute: loading a 1T verifier takes 20 minutes."""
+
+    name: str
+    version: str
+
+    def prove(self, head: Head) -> None:
+        """Final norm + lm_head on the stored last state must reproduce the verifier's own logits, else UserError.
+
+        One check that proves layer ids, the final norm and the head at once, before the first shard is written.
+        """
+
+    def extract(self, requests: Iterable[ShardRequest]) -> Iterator[FinishedShard]:
+        """Compute and write shards; each is yielded when its file is durable. `requests` is consumed lazily."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stop_token_ids: Sequence[int],
+    ) -> list[list[int]]:
+        """Answers to prompts (token ids): the new ids of each, the stop token included where one came."""
+
+    def close(self) -> None:
+        """Give memory and processes back."""
+
+
+def numerics(params: Params) -> dict[str, str | None]:
+    """What the values of hidden states depend on beside verifier and tokens; part of every shard's key."""
+    e = params.extract
+    kv = None if e.kv_cache_dtype == "auto" else e.kv_cache_dtype
+    return {"dtype": e.dtype, "quantization": e.quantization, "kv_cache_dtype": kv}
+
+
+def choose(params: Params, info: VerifierInfo) -> str:
+    """The engine's name: what params.extract.engine says, or for `auto` vLLM where it is installed and a GPU is there."""
+    if params.extract.engine != "auto":
+        return params.extract.engine
+    import importlib.util
+
+    import torch
+
+    # On CPU vLLM's start-up of over a minute outweighs its speed for the small verifiers that fit there.
+    if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
+        return "transformers"
+    from eagle3dvc.engines import vllm
+
+    return "vllm" if vllm.supports(info) else "transformers"
+
+
+def make(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) -> Engine:
+    """Load the verifier into the engine that params ask for."""
+    name = choose(params, info)
+    if name == "transformers":
+        from eagle3dvc.engines.transformers import TransformersEngine
+
+        return TransformersEngine(params, info, layer_ids)
+    try:
+        from eagle3dvc.engines.vllm import VllmEngine
+    except ImportError as e:
+        raise UserError(
+            f"extract.engine = vllm but vLLM cannot be imported ({e}): install the `gpu` or `cpu` extra, "
+            "or set extract.engine to transformers"
+        ) from e
+    return VllmEngine(params, info, layer_ids)
