@@ -47,7 +47,11 @@ _CHUNK = 8 << 20
 
 
 def shard_key(
-    identity: str, layer_ids: Sequence[int], stored_dtype: str, numerics: dict[str, Any], token_ids: Sequence[np.ndarray]
+    identity: str,
+    layer_ids: Sequence[int],
+    stored_dtype: str,
+    numerics: dict[str, Any],
+    token_ids: Sequence[np.ndarray],
 ) -> str:
     """24 hex digits that name a shard by all that its states depend on.
 
@@ -276,7 +280,9 @@ class ShardBuffer:
             a, b = self.span(i)
             if check_finite:
                 x = self.scales[a:b] if self.scales is not None else self.states[a:b]
-                ok = torch.isfinite(x).all() and not (self.scales is not None and self.states[a:b].float().isnan().any())
+                ok = torch.isfinite(x).all() and not (
+                    self.scales is not None and self.states[a:b].float().isnan().any()
+                )
                 if not ok:
                     raise UserError(
                         f"sample {i} of shard {r.key} has hidden states that are not finite: the verifier overflows in "
