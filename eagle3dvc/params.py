@@ -256,7 +256,5 @@ def load(path: str | Path = "params.yaml") -> Params:
         raise UserError(f"{path} does not exist: run this in the folder of the project, beside dvc.yaml") from None
     except (YAMLError, UnicodeDecodeError) as e:
         mark = getattr(e, "problem_mark", None)
-        raise UserError(
-            f"{path}: not valid YAML at line {mark.line + 1 if mark else '?'}: {e}".split("\n")[0]
-        ) from None
+        raise UserError(f"{path}: not valid YAML at line {mark.line + 1 if mark else '?'}: {e}".split("\n")[0]) from None
     return parse(data, str(path))

@@ -280,9 +280,7 @@ class ShardBuffer:
             a, b = self.span(i)
             if check_finite:
                 x = self.scales[a:b] if self.scales is not None else self.states[a:b]
-                ok = torch.isfinite(x).all() and not (
-                    self.scales is not None and self.states[a:b].float().isnan().any()
-                )
+                ok = torch.isfinite(x).all() and not (self.scales is not None and self.states[a:b].float().isnan().any())
                 if not ok:
                     raise UserError(
                         f"sample {i} of shard {r.key} has hidden states that are not finite: the verifier overflows in "

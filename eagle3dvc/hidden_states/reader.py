@@ -85,9 +85,7 @@ class Shard:
         self.checksums = raw[starts["checksums"] : ends["checksums"]].view("<u8")
         self._tokens = raw[starts["token_ids"] : ends["token_ids"]].view("<i4")
         states = self._bytes[starts["hidden_states"] : ends["hidden_states"]]
-        self._states = (states.view(dtype) if rows else torch.empty(0, dtype=dtype)).view(
-            rows, layers, self.hidden_size
-        )
+        self._states = (states.view(dtype) if rows else torch.empty(0, dtype=dtype)).view(rows, layers, self.hidden_size)
         self._scales = None
         if "scales" in starts:
             self._scales = self._bytes[starts["scales"] : ends["scales"]].view(torch.float32).view(rows, layers)
@@ -162,9 +160,7 @@ class HiddenStates:
     verify: compare each sample with its checksum the first time it is read.
     """
 
-    def __init__(
-        self, folder: str | Path = "data/hidden_states", prompts: str | Path = "data/prompts", verify: bool = True
-    ):
+    def __init__(self, folder: str | Path = "data/hidden_states", prompts: str | Path = "data/prompts", verify: bool = True):
         self.folder, self.prompts, self.verify = Path(folder), Path(prompts), verify
         files = {f.name.rsplit("-", 1)[0]: f for f in sorted(self.folder.glob(f"*{fmt.SUFFIX}"))}
         wanted = {f.stem: f for f in prompt_shards.shard_files(self.prompts)}
@@ -219,9 +215,7 @@ class HiddenStates:
 
     def _samples(self, k: int) -> list[prompt_shards.Sample]:
         if (p := self._prompts.get(k)) is None:
-            p = self._prompts[k] = prompt_shards.read_shard(
-                self.prompts / f"{self._files[k].name.rsplit('-', 1)[0]}.parquet"
-            )
+            p = self._prompts[k] = prompt_shards.read_shard(self.prompts / f"{self._files[k].name.rsplit('-', 1)[0]}.parquet")
         return p
 
     def locate(self, i: int) -> tuple[int, int]:
@@ -240,9 +234,7 @@ class HiddenStates:
         if self.verify and not self._seen[i]:
             shard.check(j)
             if not np.array_equal(tokens, sample.token_ids):
-                raise UserError(
-                    f"{shard.path}: sample {j} was computed for other tokens than its prompt shard has: {REPAIR}"
-                )
+                raise UserError(f"{shard.path}: sample {j} was computed for other tokens than its prompt shard has: {REPAIR}")
             self._seen[i] = True
         return Item(
             hidden_states=shard.states(j),
