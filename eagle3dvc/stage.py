@@ -136,6 +136,8 @@ def run(name: str, main: Callable[[Params, StageLog], dict[str, Any]]) -> None:
     started, log = time.monotonic(), StageLog()
     try:
         metrics = main(params_module.load(), log)
+        # the size of the work beside its time: `plan` separates fixed from growing costs by comparing runs in history.jsonl
+        log["metrics"] = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
         log.write(name, started)
         write_json(Path("metrics") / f"{name}.json", metrics)
     except BaseException as e:
