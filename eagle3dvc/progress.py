@@ -1,0 +1,56 @@
+"""One progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+
+class ShardProgress:
+    """Progress over shards: shards, tokens/s, MB/s and time left. Use as a context manager; call `advance` for each shard."""
+
+    def __init__(self, title: str, shards: int, tokens: int):
+        self.title, self.shards, self.tokens = title, shards, tokens
+        self.done_shards = self.done_tokens = self.done_bytes = 0
+        self._console = Console(stderr=True)
+        self._bar = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+        self._last_line = 0.0
+
+    def __enter__(self) -> ShardProgress:
+        self.started = time.monotonic()
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=self.tokens, text="")
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, tokens: int, nbytes: int) -> None:
+        self.done_shards += 1
+        self.done_tokens += tokens
+        self.done_bytes += nbytes
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        text = (
+            f"{self.done_shards}/{self.shards} shards, {self.done_tokens / seconds:,.0f} tok/s, "
+            f"{self.done_bytes / seconds / 1e6:,.1f} MB/s"
+        )
+        if self._bar:
+            self._bar.update(self._task, completed=self.done_tokens, text=text)
+        elif time.monotonic() - self._last_line > 10 or self.done_shards == self.shards:
+            self._last_line = time.monotonic()
+            left = (self.tokens - self.done_tokens) * seconds / max(self.done_tokens, 1)
+            print(f"{self.title}: {text}, {left:,.0f} s left", file=sys.stderr, flush=True)
