@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -21,6 +22,50 @@ def params(path: str = "params.yaml") -> None:
 
     load(path)
     typer.echo(f"{path}: ok")
+
+
+@app.command()
+def verify(
+    folder: str = "data/hidden_states",
+    prompts: str = "data/prompts",
+    verifier: str = "data/verifier",
+    sample: Annotated[float | None, typer.Option(help="check the states of this fraction of each shard's samples")] = None,
+    full: Annotated[bool, typer.Option("--full", help="check every byte (the default)")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="remove bad shards, so that `dvc repro` makes them again")] = False,
+    jobs: Annotated[int | None, typer.Option(help="threads")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Re-read hidden-state shards and compare checksums, tokens, shapes, finiteness and identity; exit 1 on any bad shard."""
+    import dataclasses
+    import json
+
+    from eagle3dvc.errors import UserError
+    from eagle3dvc.hidden_states import check
+
+    if sample is not None and (full or not 0 < sample <= 1):
+        raise UserError(f"--sample {sample} must be above 0 and at most 1, and does not go with --full")
+    report = check.verify(folder, prompts, verifier, sample or 1.0, jobs)
+    removed = check.repair(report.bad) if repair else []
+    if as_json:
+        typer.echo(json.dumps({**dataclasses.asdict(report), "removed": removed}, indent=2))
+    else:
+        for path, why in report.bad.items():
+            typer.echo(f"bad: {path}: {why}")
+        typer.echo(f"{report.shards} shards, {report.samples} samples, {report.bytes / 1e9:.3f} GB read, {len(report.bad)} bad")
+        if removed:
+            typer.echo(f"removed {len(removed)} files; run `dvc repro` to make exactly these shards again")
+        elif report.bad:
+            typer.echo("to repair: `eagle3dvc verify --repair` and then `dvc repro`")
+    if report.bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(path: str, verifier: str = "data/verifier", as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Show what is in a shard, a hidden-state cache or a prompt folder."""
+    from eagle3dvc.hidden_states import inspect as module
+
+    module.show(module.inspect(path, verifier), as_json)
 
 
 def main() -> None:
