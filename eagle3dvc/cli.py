@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from eagle3dvc.fleet import commands as fleet_commands
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.split("\n")[0])
 
 
@@ -56,7 +58,7 @@ def verify(
             typer.echo(f"removed {len(removed)} files; run `dvc repro` to make exactly these shards again")
         elif report.bad:
             typer.echo("to repair: `eagle3dvc verify --repair` and then `dvc repro`")
-    if report.bad:
+    if report.bad and not removed:
         raise typer.Exit(1)
 
 
@@ -66,6 +68,9 @@ def inspect(path: str, verifier: str = "data/verifier", as_json: Annotated[bool,
     from eagle3dvc.hidden_states import inspect as module
 
     module.show(module.inspect(path, verifier), as_json)
+
+
+fleet_commands.register(app)
 
 
 def main() -> None:
