@@ -1,0 +1,431 @@
+"""What a plan is made from: a hardware profile, and what one run measured (a YAML file, or a run's own logs).
+
+Every figure is a number or a pair [low, high]; a pair says how well the figure is known, and the plan carries it through.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from eagle3dvc.errors import UserError
+
+HERE = Path(__file__).parent
+HARDWARE, MEASUREMENTS = HERE / "hardware", HERE / "measurements"
+STAGES = ("verifier", "prepare", "extract", "train", "export", "evaluate")
+
+
+@dataclass(frozen=True)
+class Range:
+    """A non-negative figure between `low` and `high`, taken as independent of every other range."""
+
+    low: float
+    high: float
+
+    def __post_init__(self):
+        if not 0 <= self.low <= self.high < float("inf"):
+            raise ValueError(f"[{self.low}, {self.high}] is not a pair [low, high] of finite numbers from 0 up")
+
+    @classmethod
+    def of(cls, value: Any) -> Range:
+        if isinstance(value, Range):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float | list | tuple):
+            raise ValueError(f"{value!r} is neither a number nor a pair [low, high]")
+        pair = value if isinstance(value, list | tuple) else (value, value)
+        if len(pair) != 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in pair):
+            raise ValueError(f"{value!r} is neither a number nor a pair [low, high]")
+        return cls(float(pair[0]), float(pair[1]))
+
+    def __add__(self, other: Range | float) -> Range:
+        other = Range.of(other)
+        return Range(self.low + other.low, self.high + other.high)
+
+    def __mul__(self, other: Range | float) -> Range:
+        other = Range.of(other)
+        return Range(self.low * other.low, self.high * other.high)
+
+    def __truediv__(self, other: Range | float) -> Range:
+        other = Range.of(other)
+        return Range(self.low / other.high, self.high / other.low)
+
+    def minus(self, other: Range | float) -> Range:
+        """What is left of this after `other`, never below 0."""
+        other = Range.of(other)
+        return Range(max(0.0, self.low - other.high), max(0.0, self.high - other.low))
+
+    def at_least(self, other: Range) -> Range:
+        """The larger of two, end by end: two things that run beside each other."""
+        return Range(max(self.low, other.low), max(self.high, other.high))
+
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
+
+    def pair(self) -> list[float]:
+        return [self.low, self.high]
+
+
+ZERO = Range(0.0, 0.0)
+Figure = Annotated[Range, BeforeValidator(Range.of), PlainSerializer(lambda r: r.low if r.low == r.high else r.pair())]
+
+
+def _positive(r: Range) -> Range:
+    if r.low <= 0:
+        raise ValueError(f"{r.pair()} must be above 0")
+    return r
+
+
+PositiveFigure = Annotated[
+    Range,
+    BeforeValidator(lambda v: _positive(Range.of(v))),
+    PlainSerializer(lambda r: r.low if r.low == r.high else r.pair()),
+]
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(gt=0)]
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class Hardware(Block):
+    """One machine that is rented or owned as a whole; GB are 1e9 bytes, prices US dollars an hour for all of it."""
+
+    name: str
+    description: str
+    gpu_name: str
+    gpus: Count
+    dense_bf16_tflops: Amount
+    memory_gb: Amount
+    memory_bandwidth_gb_s: Amount
+    interconnect: str
+    allreduce_gb_s: PositiveFigure
+    allreduce_latency_us: PositiveFigure
+    disk_read_gb_s: PositiveFigure
+    disk_write_gb_s: PositiveFigure
+    disk_tb: Amount
+    host_memory_gb: Amount
+    network_gb_s: PositiveFigure
+    price_per_hour: Figure
+
+
+class Node(Block):
+    seconds_setup: Figure = ZERO
+    download_verifier: bool = False
+
+
+class Prepare(Block):
+    """`fixed_share` is the part of `seconds` that more samples do not add to; [0, 1] where nobody knows."""
+
+    seconds: Figure = ZERO
+    fixed_share: Annotated[Figure, Field(description="0 to 1")] = Range(0.0, 1.0)
+
+
+class Extract(Block):
+    """`seconds_load` holds `seconds_start`; `allreduce_share` is of the time that `tokens_per_second` stands for."""
+
+    seconds_load: Figure = ZERO
+    seconds_start: Figure = ZERO
+    seconds_other: Figure = ZERO
+    tokens_per_second: PositiveFigure
+    allreduce_share: Figure = ZERO
+    scaling: PositiveFigure = Range(0.7, 1.3)
+
+
+class Train(Block):
+    """`overhead_seconds_per_step` is spent by the host in each step; `seconds_outside` are start, validation and checkpoints.
+
+    `steps` grow with the samples unless `steps_fixed` (train.max_steps is set).
+    """
+
+    steps: Count
+    steps_per_second: PositiveFigure
+    overhead_seconds_per_step: Figure = ZERO
+    seconds_outside: Figure = ZERO
+    fixed_share: Figure = Range(0.0, 1.0)
+    steps_fixed: bool = False
+    epochs: Count = 1
+    scaling: PositiveFigure = Range(0.9, 1.1)
+
+
+class Fixed(Block):
+    seconds_fixed: Figure = ZERO
+
+
+class Evaluate(Block):
+    """`samples` held-out samples took `seconds`; their number grows with the data up to `samples_most`."""
+
+    seconds: Figure = ZERO
+    fixed_share: Figure = Range(0.0, 1.0)
+    samples: Annotated[int, Field(ge=0)] = 0
+    samples_most: int | None = None
+
+
+class Serving(Block):
+    baseline_tokens_per_second: Amount
+    allreduce_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    allreduces_per_token: Count = 1
+    kernel_floor_seconds: Figure = ZERO
+    acceptance_length: PositiveFigure
+    draft_tokens: Count = 3
+    draft_cost: Figure
+    verify_cost: PositiveFigure = Range(1.0, 1.0)
+    published_tokens_per_second: Amount | None = None
+
+
+class Measurement(Block):
+    """What one run of `samples` samples took, on which hardware; None for hardware means a machine no profile describes."""
+
+    name: str
+    description: str = ""
+    hardware: str | None = None
+    samples: Count
+    tokens: Count
+    bytes_per_token: Amount
+    verifier_bytes: Annotated[float, Field(ge=0)] = 0.0
+    drafter_parameters: Annotated[float, Field(ge=0)] = 0.0
+    push_while_extracting: bool = False
+    acceptance_length: float | None = None
+    versions: dict[str, str] = {}
+    node: Node = Node()
+    verifier: Fixed = Fixed()
+    prepare: Prepare = Prepare()
+    extract: Extract
+    train: Train
+    export: Fixed = Fixed()
+    evaluate: Evaluate = Evaluate()
+    serving: Serving | None = None
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read(path: Path, model: type[Model]) -> Model:
+    """A YAML file as `model`; raises UserError naming the file, the key and what is wrong with it."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    except (YAMLError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is not valid YAML: {str(e).splitlines()[0]}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a mapping, found {type(data).__name__}")
+    try:
+        return model.model_validate(data)
+    except ValidationError as e:
+        parts = []
+        for err in e.errors():
+            where = ".".join(str(p) for p in err["loc"])
+            parts.append(f"{where}: {err['msg'].removeprefix('Value error, ')}")
+        raise UserError(f"{path}: " + "; ".join(parts)) from None
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.stem for p in folder.glob("*.yaml"))
+
+
+def _find(name: str, folder: Path, what: str) -> Path:
+    """A built-in file by name, or any file by path."""
+    if (built_in := folder / f"{name}.yaml").is_file() and "/" not in name:
+        return built_in
+    if Path(name).is_file():
+        return Path(name)
+    near = difflib.get_close_matches(name, names(folder), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"no {what} {name!r}: {hint}give one of {', '.join(names(folder))} or the path of a YAML file")
+
+
+def hardware(name: str) -> Hardware:
+    """A hardware profile by built-in name or path; raises UserError."""
+    return read(_find(name, HARDWARE, "hardware profile"), Hardware)
+
+
+def measurement(source: str) -> Measurement:
+    """A measurement from a built-in name, a YAML file, or a folder of logs; raises UserError."""
+    if Path(source).is_dir():
+        return from_logs(Path(source))
+    return read(_find(source, MEASUREMENTS, "measurement"), Measurement)
+
+
+def save(m: Measurement, path: Path) -> None:
+    """Write a measurement that `plan --from` and the playbook read back; a file in git, unlike the logs it came from."""
+    from ruamel.yaml import YAML
+
+    data = m.model_dump(mode="json", exclude_defaults=True)
+    tmp = path.with_name(f".{path.name}.tmp")
+    with open(tmp, "w", encoding="utf-8") as f:
+        f.write(f"# Written by `eagle3dvc plan --save {path.name}` from a run's logs and metrics.\n")
+        YAML().dump(data, f)
+    tmp.replace(path)
+
+
+def _json(path: Path) -> dict:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} is not readable JSON ({e}): delete it and run `dvc repro` again") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected an object; delete it and run `dvc repro` again")
+    return data
+
+
+def _runs(logs: Path, stage: str) -> list[dict]:
+    """Every recorded run of a stage on the machine of the last one, oldest first; logs/<stage>.json is the last."""
+    runs = []
+    history = logs / "history.jsonl"
+    if history.is_file():
+        for line in history.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:  # a machine that died while appending leaves half a line, and only there
+                continue
+            if isinstance(entry, dict) and entry.get("stage") == stage:
+                runs.append(entry)
+    last = _json(logs / f"{stage}.json")
+    if last and last not in runs:
+        runs.append(last)
+    return [r for r in runs if r.get("hardware") == runs[-1].get("hardware")] if runs else []
+
+
+def _growth(points: list[tuple[float, float]]) -> tuple[Range, Range]:
+    """(seconds at the last run's size, share of them that is fixed) from (units, seconds) of several runs.
+
+    Two or more sizes give a least-squares line with neither part below zero. One size cannot say what is fixed: [0, 1].
+    """
+    import numpy as np
+
+    size, seconds = points[-1]
+    if len({n for n, _ in points}) < 2 or not size:
+        return Range.of(seconds), Range(0.0, 1.0)
+    n, s = np.array(points, dtype=float).T
+    slope, fixed = (float(v) for v in np.polyfit(n, s, 1))
+    if fixed < 0:
+        slope, fixed = float((n * s).sum() / (n * n).sum()), 0.0
+    if slope < 0:
+        slope, fixed = 0.0, float(s.mean())
+    total = fixed + slope * size
+    return Range.of(total), Range.of(fixed / total if total else 1.0)
+
+
+def _required(entry: dict, key: str, where: Path) -> float:
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise UserError(f"{where}: {key} = {value!r} should be a number above 0: run `dvc repro` again to measure")
+    return float(value)
+
+
+def _profile_of(entry: dict) -> str | None:
+    """The built-in profile whose GPUs are the ones a log names; None when there is none."""
+    gpus = (entry.get("hardware") or {}).get("gpus") or []
+    for name in names(HARDWARE):
+        profile = hardware(name)
+        if len(gpus) == profile.gpus and all(profile.gpu_name in g.get("name", "") for g in gpus):
+            return name
+    return None
+
+
+def _middle(runs: list[dict]) -> Range:
+    """The usual seconds of a stage whose work does not grow: the median of its runs, which a cold start does not move."""
+    import statistics
+
+    return Range.of(statistics.median(float(r["seconds"]) for r in runs)) if runs else ZERO
+
+
+def _points(runs: list[dict], size: str, now: dict) -> list[tuple[float, float]]:
+    """(size, seconds) of each run that recorded its size; the last run's size is in the metrics in any case."""
+    runs = [*runs[:-1], {**runs[-1], "metrics": now}]
+    return [(float(r["metrics"][size]), float(r["seconds"])) for r in runs if size in (r.get("metrics") or {})]
+
+
+def _prepare(runs: list[dict], now: dict) -> Prepare:
+    seconds, share = _growth(_points(runs, "samples", now))
+    return Prepare(seconds=seconds, fixed_share=share)
+
+
+def _evaluate(runs: list[dict], now: dict, most: int) -> Evaluate:
+    points = _points(runs, "samples", now) if runs and now else []
+    if not points:
+        return Evaluate()
+    seconds, share = _growth(points)
+    return Evaluate(seconds=seconds, fixed_share=share, samples=int(points[-1][0]), samples_most=most)
+
+
+def _extract(runs: list[dict], logs: Path) -> Extract:
+    """From the last run that computed tokens: a run that reused every shard says nothing about speed."""
+    computed = [r for r in runs if r.get("tokens_computed")]
+    if not computed:
+        raise UserError(
+            f"{logs}: every recorded extract run reused finished shards, so none measured the speed: run `dvc repro` once with "
+            "a larger max_samples, or plan from a measurement file"
+        )
+    run = computed[-1]
+    where = logs / "extract.json"
+    seconds, working = _required(run, "seconds", where), _required(run, "seconds_extract", where)
+    load = float(run.get("seconds_load") or 0.0)
+    return Extract(
+        seconds_load=Range.of(load),
+        seconds_other=Range.of(max(0.0, seconds - load - working)),
+        tokens_per_second=Range.of(_required(run, "tokens_computed", where) / working),
+    )
+
+
+def _train(runs: list[dict], now: dict, params, logs: Path) -> Train:
+    """Steps at the measured rate; what else the stage took is outside, and grows or not (see _growth)."""
+    where = logs / "train.json"
+    rate = _required(runs[-1], "steps_per_second", where)
+    outside = [(n, max(0.0, s - n / r["steps_per_second"])) for r in runs for n, s in _points([r], "steps", r.get("metrics") or now)]
+    seconds, share = _growth(outside)
+    return Train(
+        steps=int(_required(now, "steps", logs.parent / "metrics" / "train.json")),
+        steps_per_second=Range.of(rate),
+        seconds_outside=seconds,
+        fixed_share=share,
+        steps_fixed=params.train.max_steps is not None,
+        epochs=params.train.epochs,
+    )
+
+
+def from_logs(logs: Path) -> Measurement:
+    """A measurement from `logs/` and the `metrics/` and params.yaml beside it; raises UserError naming what is missing."""
+    from eagle3dvc import params as params_module
+
+    root = logs.resolve().parent
+    params = params_module.load(root / "params.yaml")
+    metrics = {stage: _json(root / "metrics" / f"{stage}.json") for stage in STAGES}
+    runs = {stage: _runs(logs, stage) for stage in STAGES}
+    for stage in ("prepare", "extract", "train"):
+        if not runs[stage] or not metrics[stage]:
+            raise UserError(
+                f"{logs} holds no finished run of the {stage} stage: run `dvc repro` first, or plan from a measurement file "
+                f"(--from {' or '.join(names(MEASUREMENTS))} or a path)"
+            )
+    where = root / "metrics" / "extract.json"
+    samples = int(_required(metrics["extract"], "samples", where))
+    return Measurement(
+        name=logs.resolve().parent.name,
+        description=f"{samples:,} samples on this machine",
+        hardware=_profile_of(runs["train"][-1]),
+        samples=samples,
+        tokens=int(_required(metrics["extract"], "tokens", where)),
+        bytes_per_token=_required(metrics["extract"], "bytes_per_token", where),
+        push_while_extracting=params.extract.push_while_extracting,
+        acceptance_length=metrics["evaluate"].get("acceptance_length"),
+        versions=runs["train"][-1].get("versions") or {},
+        verifier=Fixed(seconds_fixed=_middle(runs["verifier"])),
+        prepare=_prepare(runs["prepare"], metrics["prepare"]),
+        extract=_extract(runs["extract"], logs),
+        train=_train(runs["train"], metrics["train"], params, logs),
+        export=Fixed(seconds_fixed=_middle(runs["export"])),
+        evaluate=_evaluate(runs["evaluate"], metrics["evaluate"], params.evaluate.samples),
+    )

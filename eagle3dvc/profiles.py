@@ -1,0 +1,171 @@
+"""Profiles: overlays that turn params.yaml into the settings of one kind of run, with the file's comments kept.
+
+A profile is a YAML file in profiles/ that holds only the parameters it sets. Mappings are merged, lists and scalars replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from eagle3dvc import params as params_module
+from eagle3dvc.errors import UserError
+
+FOLDER = Path("profiles")
+
+
+def available(folder: Path = FOLDER) -> dict[str, Path]:
+    """Profile names and files, sorted."""
+    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+
+
+def find(name: str, folder: Path = FOLDER) -> Path:
+    """A profile's file by name, or any YAML file by path; raises UserError with the nearest name."""
+    found = available(folder)
+    if name in found:
+        return found[name]
+    if name.endswith((".yaml", ".yml")) and Path(name).is_file():
+        return Path(name)
+    near = difflib.get_close_matches(name, found, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"no profile {name!r}: {hint}give one of {', '.join(found) or '(none in ' + str(folder) + ')'} or a YAML file")
+
+
+def summary(path: Path) -> str:
+    """The first comment line of a profile."""
+    first = path.read_text(encoding="utf-8").split("\n", 1)[0]
+    return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+
+def _yaml():
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096  # never fold a long line of the user's
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    return yaml
+
+
+def _read(path: Path) -> Any:
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        data = _yaml().load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    except (YAMLError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is not valid YAML: {str(e).splitlines()[0]}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a mapping of parameters, found {type(data).__name__}")
+    return data
+
+
+def _trailing(node: Any) -> list | None:
+    """The comment token after the last leaf of a node: ruamel hangs the comments before the NEXT key there."""
+    while isinstance(node, dict | list) and node:
+        last = next(reversed(node)) if isinstance(node, dict) else len(node) - 1
+        if (token := getattr(node, "ca", None) and node.ca.items.get(last)) and not isinstance(node[last], dict | list):
+            return token
+        node = node[last]
+    return None
+
+
+def _replace(mapping: Any, key: str, new: Any) -> None:
+    """Set mapping[key] = new, and keep the comments that the old value's last leaf carried for the next key."""
+    from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+    old = mapping.get(key)
+    token = _trailing(old) if isinstance(old, dict | list) else None
+    mapping[key] = copy.deepcopy(new)
+    if token is None:
+        return
+    text = "".join(t.value for t in _flat(token))
+    text = text if "\n" in text else ""
+    _, _, after = text.partition("\n")  # what stands on the old leaf's own line went with it
+    if not after.strip():
+        return
+    node, last = mapping, key
+    while isinstance(node[last], CommentedMap | CommentedSeq) and node[last]:
+        node, last = node[last], (next(reversed(node[last])) if isinstance(node[last], CommentedMap) else len(node[last]) - 1)
+    from ruamel.yaml.error import CommentMark
+    from ruamel.yaml.tokens import CommentToken
+
+    slot = 2 if isinstance(node, CommentedMap) else 0
+    items = node.ca.items.setdefault(last, [None, None, None, None] if slot == 2 else [None, None])
+    own = items[slot].value.rstrip("\n") if items[slot] is not None else ""
+    items[slot] = CommentToken(f"{own}\n{after}", CommentMark(0), None)
+
+
+def _flat(token: list) -> list:
+    found = []
+    for part in token:
+        if isinstance(part, list):
+            found += _flat(part)
+        elif part is not None:
+            found.append(part)
+    return found
+
+
+def merge(base: Any, overlay: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
+    """Write `overlay` into `base` in place; {dotted key: (old, new)} of what changed."""
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key, new in overlay.items():
+        dotted = f"{where}{key}"
+        old = base.get(key)
+        if isinstance(new, dict) and isinstance(old, dict) and new:
+            changed |= merge(old, new, f"{dotted}.")
+        elif key not in base or old != new:
+            _replace(base, key, new)
+            changed[dotted] = (_plain(old), _plain(new))
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return value
+
+
+def overlaid(name: str, path: Path = Path("params.yaml"), folder: Path = FOLDER) -> params_module.Params:
+    """The parameters that applying a profile would give; writes nothing."""
+    data = _read(path)
+    merge(data, _read(find(name, folder)))
+    return params_module.parse(_reload(data), f"{path} with profile {name}")
+
+
+def _reload(data: Any) -> Any:
+    """Plain Python values, as the schema sees them when the file is read back."""
+    from ruamel.yaml import YAML
+
+    out = io.StringIO()
+    _yaml().dump(data, out)
+    return YAML(typ="safe").load(out.getvalue())
+
+
+def apply(name: str, path: str | Path = "params.yaml", folder: Path = FOLDER) -> dict[str, tuple[Any, Any]]:
+    """Write a profile into a params file; {dotted key: (old, new)}. Raises UserError and writes nothing if the result is invalid."""
+    path, overlay_path = Path(path), find(name, folder)
+    data = _read(path)
+    changed = merge(data, _read(overlay_path))
+    params_module.parse(_reload(data), f"{path} with profile {overlay_path}")
+    if not changed:
+        return changed
+    target = path.resolve()  # a linked params.yaml stays a link
+    tmp = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(tmp, "w", encoding="utf-8") as f:
+            _yaml().dump(data, f)
+            f.flush()
+            os.fsync(f.fileno())
+        tmp.chmod(target.stat().st_mode & 0o7777)
+        os.replace(tmp, target)
+    finally:
+        tmp.unlink(missing_ok=True)
+    return changed
