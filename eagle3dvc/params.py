@@ -19,6 +19,10 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+def _inside(path: Path, folder: Path) -> bool:
+    return path.resolve() == folder.resolve() or folder.resolve() in path.resolve().parents
+
+
 class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -45,7 +49,7 @@ class Verifier(Block):
     model: str = "demo"
     revision: str | None = None
     name: str | None = None
-    watch: str = "stages/verifier.py"
+    watch: str = "eagle3dvc/demo_verifier.py"
     trust_remote_code: bool = False
     demo: DemoVerifier = DemoVerifier()
 
@@ -56,8 +60,7 @@ class Verifier(Block):
         folder = Path(self.model)
         if self.model == "demo" or not folder.is_dir():
             return self
-        watched, folder = Path(self.watch).resolve(), folder.resolve()
-        if folder != watched and folder not in watched.parents:
+        if not _inside(Path(self.watch), folder):
             raise ValueError(
                 f"verifier.model = {self.model} is a local folder but verifier.watch = {self.watch} lies outside it: "
                 f"set verifier.watch to {self.model} (or a file in it), so that DVC re-runs when the verifier changes"
@@ -79,6 +82,7 @@ class Source(Block):
 
 class Prepare(Block):
     sources: Annotated[list[Source], Field(min_length=1)] = [Source(path="demo")]
+    watch: str = "eagle3dvc/prompts/demo.py"
     max_length: Annotated[int, Field(ge=2)] = 2048
     heldout_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     samples_per_shard: Positive = 100
@@ -93,6 +97,19 @@ class Prepare(Block):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     thinking: bool | None = None
     keep_truncated: bool = True
+
+    @model_validator(mode="after")
+    def _watch(self):
+        local = [s.path for s in self.sources if s.path != "demo" and Path(s.path).exists()]
+        if self.chat_template and Path(self.chat_template[:255]).exists():
+            local.append(self.chat_template)
+        for path in local:
+            if not _inside(Path(path), Path(self.watch)):
+                raise ValueError(
+                    f"prepare reads the local {path} but prepare.watch = {self.watch} does not hold it: set prepare.watch to "
+                    f"{path} (or a folder that holds all local sources), so that DVC re-runs when they change"
+                )
+        return self
 
 
 class Extract(Block):
@@ -109,6 +126,7 @@ class Extract(Block):
     max_num_seqs: Positive | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     enforce_eager: bool = False
+    shards_in_flight: Positive = 6
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
     push_while_extracting: bool = False
