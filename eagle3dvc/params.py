@@ -229,23 +229,40 @@ def _fields_at(loc: tuple) -> list[str]:
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 
-def _sentence(error: dict) -> str:
-    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error["loc"]).lstrip(".")
+def _path(loc: tuple, data: Any) -> tuple:
+    """The part of an error's location that is in the data (pydantic adds the branches of unions), and a missing key."""
+    path: list = []
+    for i, part in enumerate(loc):
+        held = isinstance(part, int) and isinstance(data, list) or isinstance(data, dict) and part in data
+        if not held and i < len(loc) - 1 or not isinstance(data, dict | list):
+            break
+        path.append(part)
+        data = data[part] if held else None
+    return tuple(path)
+
+
+def _dotted(path: tuple) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+
+
+def _complaint(error: dict, path: tuple) -> tuple[str, str]:
+    """(subject, predicate) of one pydantic error."""
+    subject = f"{_dotted(path)} = {error['input']!r}"
     if error["type"] == "extra_forbidden":
-        names = _fields_at(error["loc"])
-        near = difflib.get_close_matches(str(error["loc"][-1]), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"valid keys here: {', '.join(names)}"
-        return f"{where} = {error['input']!r} is not a parameter; {hint}"
+        names = _fields_at(path)
+        near = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.5)
+        hint = f"did you mean {_dotted((*path[:-1], near[0]))}?" if near else f"valid keys here: {', '.join(names)}"
+        return subject, f"is not a parameter; {hint}"
     if error["type"] == "value_error":
-        return error["msg"].removeprefix("Value error, ")
+        return "", error["msg"].removeprefix("Value error, ")
     if error["type"] == "literal_error":
         expected = error["ctx"]["expected"]
         options = expected.replace("'", "").replace(" or ", ", ").split(", ")
         near = difflib.get_close_matches(str(error["input"]), options, n=1, cutoff=0.4)
-        return f"{where} = {error['input']!r} must be one of {expected}" + (f"; nearest: {near[0]}" if near else "")
+        return subject, f"must be one of {expected}" + (f" (nearest: {near[0]})" if near else "")
     if error["type"] == "missing":
-        return f"{where} is missing"
-    return f"{where} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+        return _dotted(path), "is missing"
+    return subject, f"{error['msg'][0].lower()}{error['msg'][1:]}".replace("input should be", "must be")
 
 
 def parse(data: Any, where: str = "params.yaml") -> Params:
@@ -255,11 +272,12 @@ def parse(data: Any, where: str = "params.yaml") -> Params:
     try:
         return Params.model_validate(data)
     except ValidationError as e:
-        # a union reports one error per branch: keep the first of each key
-        seen: dict[tuple, str] = {}
-        for err in e.errors():
-            seen.setdefault(tuple(p for p in err["loc"] if p in data or not isinstance(p, str) or True), _sentence(err))
-        raise UserError(f"{where}: " + "; ".join(seen.values())) from None
+        said: dict[str, list[str]] = {}
+        for error in e.errors():
+            subject, predicate = _complaint(error, _path(error["loc"], data))
+            said.setdefault(subject, []).append(predicate)
+        texts = [f"{subject} {' or '.join(dict.fromkeys(p))}".strip() for subject, p in said.items() if subject]
+        raise UserError(f"{where}: " + "; ".join(texts + said.get("", []))) from None
 
 
 def load(path: str | Path = "params.yaml") -> Params:

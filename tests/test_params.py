@@ -1,0 +1,60 @@
+"""Wrong parameters are named, with their value and the nearest valid one, before any work starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from eagle3dvc import params
+from eagle3dvc.errors import UserError
+
+
+def test_repository_params_are_valid_and_match_the_schema_defaults():
+    p = params.load("params.yaml")
+    assert p.max_samples == 1000 and p.verifier == params.Verifier()
+    assert p.prepare == params.Prepare() and p.extract == params.Extract()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"max_sample": 3}, r"max_sample = 3 is not a parameter; did you mean max_samples\?"),
+        ({"max_samples": "x"}, r"max_samples = 'x' must be a valid integer"),
+        ({"max_samples": 0}, r"max_samples = 0 must be greater than or equal to 1"),
+        ({"max_samples": True}, r"max_samples = True must be a valid integer"),
+        ({"train": {"lerning_rate": 1}}, r"train.lerning_rate = 1 is not a parameter; did you mean train.learning_rate\?"),
+        ({"extract": {"engine": "vlm"}}, r"extract.engine = 'vlm' must be one of .*nearest: vllm"),
+        ({"extract": {"aux_layer_ids": [4, 2]}}, r"aux_layer_ids = \[4, 2\] must be strictly ascending.*nearest valid: \[2, 4\]"),
+        ({"extract": {"aux_layer_ids": [0, 2]}}, r"aux_layer_ids = \[0, 2\] must be strictly ascending ids from 1"),
+        ({"prepare": {"max_length": 0}}, r"prepare.max_length = 0 must be greater"),
+        ({"prepare": {"sources": []}}, r"prepare.sources = \[\]"),
+        ({"prepare": {"sources": [{"pth": "x"}]}}, r"sources\[0\].pth = 'x' is not a parameter; did you mean prepare.sources\[0\].path\?"),
+        ({"prepare": {"sources": [{"path": "README.md"}]}}, r"set prepare.watch to README.md"),
+        ({"verifier": {"model": "stages"}}, r"set verifier.watch to stages"),
+        ({"verifier": {"model": " "}}, r"verifier.model is empty"),
+        ({"verifier": {"demo": {"heads": 7}}}, r"heads = 7 does not divide"),
+        ({"train": {"gpus": "x"}}, r"train.gpus = 'x' must be one of 'auto' or must be a valid integer"),
+        ({"train": 3}, r"train = 3 must be a valid"),
+    ],
+)
+def test_bad_value(data, message):
+    with pytest.raises(UserError, match=message):
+        params.parse({"max_samples": 5, **data})
+
+
+def test_valid_edges():
+    p = params.parse({"max_samples": 1, "verifier": {"model": "stages", "watch": "stages/extract.py"}})
+    assert p.verifier.watch == "stages/extract.py"
+    assert params.parse({"max_samples": 1, "train": {"gpus": 2, "learning_rate": 1}}).train.gpus == 2
+
+
+@pytest.mark.parametrize("text", ["[1", "- 2", "", "max_samples: 3\nmax_samples: 4", "a: \x00"])
+def test_not_a_mapping(tmp_path, text):
+    (tmp_path / "params.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"params\.yaml"):
+        params.load(tmp_path / "params.yaml")
+
+
+def test_missing_file_and_exit_status(tmp_path):
+    run = subprocess.run([sys.executable, "-m", "eagle3dvc.cli", "params"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 1 and "params.yaml does not exist" in run.stderr and "Traceback" not in run.stderr
