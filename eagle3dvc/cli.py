@@ -73,6 +73,14 @@ def inspect(path: str, verifier: str = "data/verifier", as_json: Annotated[bool,
 fleet_commands.register(app)
 
 
+@app.command()
+def report(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Print the evaluation and what each stage's last run did."""
+    from eagle3dvc import report as module
+
+    module.show(module.collect(), as_json)
+
+
 def main() -> None:
     """Run the command line; a UserError becomes one sentence on standard error and exit status 1."""
     from eagle3dvc.errors import UserError
