@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from eagle3dvc.errors import UserError
@@ -32,13 +33,17 @@ class Engine(Protocol):
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         temperature: float,
         top_p: float,
         seed: int,
         stop_token_ids: Sequence[int],
+        done: Callable[[int, list[int]], None] | None = None,
     ) -> list[list[int]]:
-        """Answers to prompts (token ids): the new ids of each, the stop token included where one came."""
+        """Answers to prompts (token ids): the new ids of each, the stop token included where one came.
+
+        max_new_tokens: one limit, or one a prompt. temperature 0 is greedy. done(i, ids) is called as each answer is complete.
+        """
 
     def close(self) -> None:
         """Give memory and processes back."""
@@ -49,6 +54,12 @@ def numerics(params: Params) -> dict[str, str | None]:
     e = params.extract
     kv = None if e.kv_cache_dtype == "auto" else e.kv_cache_dtype
     return {"dtype": e.dtype, "quantization": e.quantization, "kv_cache_dtype": kv}
+
+
+def sample_seed(seed: int, prompt: Sequence[int]) -> int:
+    """The seed of one answer: depends on the prompt and `seed` only, not on what else is in the batch."""
+    text = ",".join(map(str, (seed, *prompt)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def choose(params: Params, info: VerifierInfo) -> str:

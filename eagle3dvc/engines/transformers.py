@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -150,11 +150,12 @@ class TransformersEngine:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         temperature: float,
         top_p: float,
         seed: int,
         stop_token_ids: Sequence[int],
+        done: Callable[[int, list[int]], None] | None = None,
     ) -> list[list[int]]:
         from eagle3dvc.engines.transformers_generate import generate
 
@@ -167,6 +168,7 @@ class TransformersEngine:
             seed=seed,
             stop_token_ids=stop_token_ids,
             batch_tokens=self.batch_tokens,
+            done=done,
         )
 
     def close(self) -> None:

