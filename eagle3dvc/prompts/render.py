@@ -1,0 +1,366 @@
+"""Conversations into token ids and loss masks, through the tokenizer's own chat template.
+
+A loss mask is true on what the verifier itself writes when it serves the conversation: every assistant turn from the
+first token after the generation prompt up to and including its end-of-turn token, not the whitespace after that, which
+the template adds and no model writes. The turns are found from render boundaries: what the template renders up to a turn
+(with the generation prompt) and through it. Where the template marks turns with `{% generation %}`, both must agree.
+
+Templates that render a turn differently once it is history (reasoning removed, say) are handled by finding the turn's text
+behind its anchored start; a turn whose start the full text does not contain stays unsupervised and is counted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle3dvc.errors import UserError
+from eagle3dvc.params import Params
+from eagle3dvc.prompts.conversations import Conversation, Rejected
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Some templates print today's date where none is given. The same inputs must give the same bytes tomorrow.
+TODAY = datetime.datetime(2025, 1, 1)
+THINKING = ("enable_thinking", "thinking")  # the names under which templates know it
+RESERVED = ("conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
+
+Span = tuple[int, int]  # characters [start, end) of the rendered text
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A tokenised conversation, not yet truncated; `missed` counts assistant turns that could not be supervised."""
+
+    token_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]
+    missed: int = 0
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False):
+    """The tokenizer in a verifier folder. Raises UserError where there is none that loads."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as e:  # transformers raises many kinds; all mean the same here
+        text = " ".join(str(e).split())[:300]
+        raise UserError(
+            f"{folder} holds no tokenizer that loads ({type(e).__name__}: {text}): run `dvc repro verifier`"
+        ) from None
+
+
+def load_renderer(params: Params, folder: str | Path = "data/verifier") -> Renderer:
+    """The renderer for prepare.chat_template, chat_template_kwargs and thinking. Raises UserError."""
+    prepare, tokenizer = params.prepare, load_tokenizer(folder, params.verifier.trust_remote_code)
+    return Renderer(tokenizer, _template_text(prepare.chat_template), prepare.chat_template_kwargs, prepare.thinking)
+
+
+def render(conversation: Conversation, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """(token_ids int32 [T], loss_mask bool [T]) of one conversation; raises Rejected or UserError."""
+    [item] = Renderer(tokenizer).encode([conversation])
+    if isinstance(item, Rejected):
+        raise item
+    return item.token_ids, item.loss_mask
+
+
+def _template_text(value: str | None) -> str | None:
+    """prepare.chat_template: the template itself, or the path of a file that holds it."""
+    if value is None or "{{" in value or "{%" in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(
+            f"prepare.chat_template = {value} is neither a template nor a file that can be read "
+            f"({getattr(e, 'strerror', None) or e}): give the path of a Jinja file"
+        ) from None
+
+
+class Renderer:
+    """Renders and tokenises conversations with one template; what `encode` is given in batches it tokenises in parallel."""
+
+    def __init__(
+        self,
+        tokenizer,
+        template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        thinking: bool | None = None,
+    ):
+        self.tokenizer, self.thinking = tokenizer, thinking
+        self._given, self._kwargs = template, dict(template_kwargs or {})
+        self._templates: dict[bool, str] = {}
+        self._variables = {**tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **self._kwargs}
+        if thinking is not None:
+            self._variables = {**dict.fromkeys(THINKING, thinking), **self._variables}
+        self._end_marks = tuple({t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()})
+        self.vocab_size = len(tokenizer)
+
+    def settings(self) -> str:
+        """What the rendering depends on besides the tokenizer's files, as sorted JSON."""
+        return json.dumps([self._given, self._kwargs, self.thinking], sort_keys=True, default=str)
+
+    def template(self, tools: bool = False) -> str:
+        """The chat template in use. Raises UserError where there is none, it is broken or does not take what is set."""
+        if tools not in self._templates:
+            self._templates[tools] = self._checked(tools)
+        return self._templates[tools]
+
+    def _checked(self, tools: bool) -> str:
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            template = self.tokenizer.get_chat_template(self._given, [{}] if tools else None)
+        except ValueError:
+            raise UserError(
+                "the verifier's tokenizer has no chat template: set prepare.chat_template to the path of a Jinja file"
+            ) from None
+        try:
+            render_jinja_template([], chat_template=template)  # compiles it
+        except jinja2.TemplateSyntaxError as e:
+            raise UserError(
+                f"the chat template is broken at line {e.lineno} ({e.message}): set prepare.chat_template"
+            ) from None
+        for key in self._kwargs:
+            if key in RESERVED:
+                raise UserError(f"prepare.chat_template_kwargs.{key} is set by the rendering itself: remove it")
+            if not re.search(rf"\b{re.escape(key)}\b", template):
+                raise UserError(f"prepare.chat_template_kwargs.{key} has no effect: the chat template does not use {key!r}")
+        if self.thinking and not re.search(r"\b(enable_)?thinking\b", template):
+            raise UserError(
+                "prepare.thinking = true has no effect: the chat template uses neither enable_thinking nor thinking; "
+                "remove it, or name the template's own switch in prepare.chat_template_kwargs"
+            )
+        return template
+
+    def text(self, messages: list[dict], tools: list[dict] | None = None, generation_prompt: bool = False) -> str:
+        """What the template renders; raises Rejected where it refuses the messages."""
+        return self._render(messages, tools, generation_prompt)[0]
+
+    def prompt_ids(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+        """Token ids of messages and the generation prompt: what an engine is given to write the next answer."""
+        text = self.text(self._plain(messages), tools, generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _render(self, messages, tools, generation_prompt: bool, marks: bool = False) -> tuple[str, list[Span]]:
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            [text], spans = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self.template(bool(tools)),
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as e:
+            raise Rejected("template_error", f"the chat template refuses it: {' '.join(str(e).split())[:200]}") from None
+        return text, spans[0] if spans else []
+
+    def _plain(self, messages: list[dict]) -> list[dict]:
+        """Messages as the template is to see them: without reasoning where prepare.thinking is false."""
+        if self.thinking is not False:
+            return messages
+        plain = []
+        for message in messages:
+            message = {k: v for k, v in message.items() if k != "reasoning_content"}
+            if message["role"] == "assistant" and message["content"].lstrip().startswith("<think>"):
+                message["content"] = message["content"].rpartition("</think>")[2].lstrip("\n")
+            plain.append(message)
+        return plain
+
+    # --- text and spans
+
+    def locate(self, conversation: Conversation) -> tuple[str, list[Span], int]:
+        """(rendered text, spans of what is supervised, number of assistant turns not found); raises Rejected.
+
+        Raises UserError where the template's own marks and the render boundaries disagree.
+        """
+        messages, tools = self._plain(conversation.messages), conversation.tools
+        while messages and messages[-1]["role"] != "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise Rejected(
+                "no_assistant", "it has no assistant turn: nothing to learn from; prepare.responses: verifier writes one"
+            )
+        marked = bool(GENERATION.search(self.template(bool(tools))))
+        text, marks = self._render(messages, tools, False, marks=marked)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise Rejected("invalid_unicode", "its text holds half of a surrogate pair") from None
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        found: list[Span] = []
+        for i in turns:
+            span = self._turn(messages, tools, i, text)
+            if span and span[0] >= (found[-1][1] if found else 0):
+                found.append(span)
+        self._nothing_lost(messages, tools, text, found[-1] if len(found) == len(turns) else None)
+        spans = [(a, self._end(text, a, b)) for a, b in found]
+        if marked:
+            spans = self._agreed(conversation.where, text, spans, marks, messages, tools, turns, len(found) == len(turns))
+        if not spans:
+            raise Rejected(
+                "turns_not_found", "the chat template renders its assistant turns in another way once they are history"
+            )
+        return text, spans, len(turns) - len(spans)
+
+    def _turn(self, messages, tools, i: int, text: str) -> Span | None:
+        """Where assistant turn `i` stands in the full text, through everything the template adds to it; None if unsure."""
+        prompt = self.text(messages[:i], tools, generation_prompt=True)
+        through = text if i == len(messages) - 1 else self.text(messages[: i + 1], tools)
+        anchored = text.startswith(prompt)
+        if anchored and text.startswith(through) and len(through) > len(prompt):
+            return len(prompt), len(through)
+        # The turn is rendered in another way in the full text (reasoning removed, say), or the generation prompt holds more
+        # than the finished turn does (an opened <think>): look for its content, with all that follows it, behind its anchor.
+        before = self.text(messages[:i], tools)
+        content = messages[i]["content"].rpartition("</think>")[2].strip()
+        at = through.rfind(content)
+        after = through[at + len(content) :]  # tool calls, the end-of-turn token
+        if not text.startswith(before) or not content or at < len(before) or not after.strip():
+            return None
+        start = len(os.path.commonprefix([prompt, text]))
+        found = text.find(content + after, start if anchored else len(before))
+        if found < 0:
+            return None
+        start = min(start, found)
+        if (extra := text[start:found].strip()) and extra not in through[len(before) : at]:
+            return None  # something that is not the template's own stands between the anchor and the content
+        return start, found + len(content + after)
+
+    def _end(self, text: str, start: int, end: int) -> int:
+        """The end of a turn without the whitespace behind its end-of-turn token."""
+        stripped = text[start:end].rstrip()
+        return start + len(stripped) if stripped.endswith(self._end_marks) else end
+
+    def _nothing_lost(self, messages, tools, text: str, last: Span | None) -> None:
+        """Raises Rejected where the template leaves out a part of the conversation that it should have rendered."""
+        for message in messages:
+            if message["role"] in ("system", "user") and message["content"].strip() not in text:
+                raise Rejected("not_rendered", f"the chat template leaves out or changes the {message['role']} message")
+        for tool in tools or []:
+            if (name := tool.get("function", tool).get("name")) and name not in text:
+                raise Rejected("not_rendered", f"the chat template leaves out the tool {name!r}")
+        if last is None:
+            return
+        answer, turn = messages[-1], text[slice(*last)]
+        parts = {
+            "content": answer["content"].rpartition("</think>")[2],
+            "reasoning": answer.get("reasoning_content", ""),
+            **{f"call of {c['function']['name']!r}": c["function"]["name"] for c in answer.get("tool_calls", [])},
+        }
+        for name, part in parts.items():
+            if part.strip() not in turn:
+                hint = " (prepare.thinking: false drops it)" if name == "reasoning" else ""
+                raise Rejected("not_rendered", f"the chat template leaves out or changes the {name} of the last answer{hint}")
+
+    def _agreed(self, where, text, spans, marks, messages, tools, turns, complete: bool) -> list[Span]:
+        """The spans, checked against the template's own marks.
+
+        Marks may hold the generation prompt or lack the end-of-turn token: templates differ in that, and what is served
+        decides. Anything else that only one of the two holds raises UserError. Turns whose boundaries were not found
+        are taken from the marks.
+        """
+        ours, theirs = np.zeros(len(text), bool), np.zeros(len(text), bool)
+        for a, b in spans:
+            ours[a:b] = True
+        for a, b in marks:
+            theirs[a:b] = True
+        free = np.array([c.isspace() for c in text], bool)
+        for a, b in spans:
+            stripped = text[a:b]
+            if mark := max((m for m in self._end_marks if stripped.endswith(m)), key=len, default=""):
+                free[b - len(mark) : b] = True
+        for i, (a, _) in zip(turns, spans) if complete else ():
+            free[len(os.path.commonprefix([self.text(messages[:i], tools), text])) : a] = True
+        wrong = np.flatnonzero((ours != theirs) & ~free)
+        if not complete:
+            spans = spans + [(a, self._end(text, a, b)) for a, b in marks if not ours[a:b].any()]
+            wrong = np.flatnonzero(ours & ~theirs & ~free)
+        if len(wrong):
+            at, who = int(wrong[0]), "the template's {% generation %} marks"
+            side = (
+                f"inside the assistant turn but outside {who}" if ours[at] else f"inside {who} but outside the assistant turn"
+            )
+            raise UserError(
+                f"{where}: the loss masks disagree: {text[at : at + 40]!r} is {side}; "
+                f"set prepare.chat_template to a template whose marks cover the answers only"
+            )
+        return sorted(spans)
+
+    # --- tokens
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | Rejected]:
+        """Each conversation tokenised with its mask, or the reason it cannot be used; in the order given."""
+        results: list[Any] = [None] * len(conversations)
+        located = []
+        for i, conversation in enumerate(conversations):
+            try:
+                if conversation.token_ids is not None:
+                    results[i] = self._given_tokens(conversation)
+                else:
+                    located.append((i, *self.locate(conversation)))
+            except Rejected as e:
+                results[i] = e
+        texts = [text for _, text, _, _ in located]
+        tokenise = self._fast if self.tokenizer.is_fast else self._slow
+        for (i, _, _, missed), item in zip(located, tokenise(texts, [spans for _, _, spans, _ in located])):
+            results[i] = item if isinstance(item, Rejected) else Encoded(*item, missed)
+        return results
+
+    def _given_tokens(self, conversation: Conversation) -> Encoded:
+        if (top := int(conversation.token_ids.max())) >= self.vocab_size:
+            raise Rejected(
+                "token_out_of_range", f"input_ids holds {top}, the verifier's tokenizer has {self.vocab_size} tokens"
+            )
+        if not conversation.loss_mask.any():
+            raise Rejected("empty_mask", "its loss_mask is all zero")
+        return Encoded(conversation.token_ids.astype(np.int32), conversation.loss_mask)
+
+    def _fast(self, texts: list[str], spans: list[list[Span]]):
+        """A token is supervised when its first character lies in a span."""
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        for encoding, text_spans in zip(backend.encode_batch(texts, add_special_tokens=False), spans):
+            n = len(encoding.ids)
+            ends = np.fromiter(itertools.chain.from_iterable(encoding.offsets), np.int64, 2 * n).reshape(n, 2)
+            starts, ends = ends[:, 0], ends[:, 1]
+            mask = np.zeros(n, bool)
+            for a, b in text_spans:
+                # Some tokenizers trim whitespace off offsets: a token of whitespace alone is then empty, at its own end.
+                empty = starts == ends
+                mask |= np.where(empty, (a < starts) & (starts <= b), (a <= starts) & (starts < b))
+            yield np.array(encoding.ids, np.int32), mask
+
+    def _slow(self, texts: list[str], spans: list[list[Span]]):
+        """Without offsets: the tokens before a boundary are those of the text before it, if they begin the whole."""
+        for text, text_spans in zip(texts, spans):
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            mask = np.zeros(len(ids), bool)
+            bounds = []
+            for boundary in itertools.chain.from_iterable(text_spans):
+                before = self.tokenizer.encode(text[:boundary], add_special_tokens=False)
+                if ids[: len(before)] != before:
+                    bounds = None
+                    break
+                bounds.append(len(before))
+            if bounds is None:
+                yield Rejected("boundary_in_token", "a turn begins or ends inside a token, and this tokenizer gives no offsets")
+                continue
+            for a, b in zip(bounds[::2], bounds[1::2]):
+                mask[a:b] = True
+            yield np.array(ids, np.int32), mask
