@@ -23,6 +23,17 @@ def _inside(path: Path, folder: Path) -> bool:
     return path.resolve() == folder.resolve() or folder.resolve() in path.resolve().parents
 
 
+def _require_watched(block: Any, name: str, local: list[str]) -> Any:
+    """`block` itself; ValueError where a local input lies outside the path that DVC watches."""
+    for path in local:
+        if not _inside(Path(path), Path(block.watch)):
+            raise ValueError(
+                f"{name} reads the local {path} but {name}.watch = {block.watch} does not hold it: set {name}.watch to {path} "
+                "(or a folder that holds all local inputs), so that DVC re-runs when they change"
+            )
+    return block
+
+
 class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -103,13 +114,7 @@ class Prepare(Block):
         local = [s.path for s in self.sources if s.path != "demo" and Path(s.path).exists()]
         if self.chat_template and Path(self.chat_template[:255]).exists():
             local.append(self.chat_template)
-        for path in local:
-            if not _inside(Path(path), Path(self.watch)):
-                raise ValueError(
-                    f"prepare reads the local {path} but prepare.watch = {self.watch} does not hold it: set prepare.watch to "
-                    f"{path} (or a folder that holds all local sources), so that DVC re-runs when they change"
-                )
-        return self
+        return _require_watched(self, "prepare", local)
 
 
 class Extract(Block):
@@ -146,7 +151,6 @@ class Extract(Block):
 
 class Train(Block):
     draft_layers: Positive = 1
-    draft_hidden_size: Positive | None = None
     draft_heads: Positive | None = None
     draft_kv_heads: Positive | None = None
     draft_head_dim: Positive | None = None
@@ -158,8 +162,10 @@ class Train(Block):
     loss: str = "kl_div"
     norms: Literal["portable", "speculators"] = "portable"
     sliding_window: Positive | None = None
+    train_lm_head: bool = True
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     scheduler: Literal["linear", "cosine", "none"] = "cosine"
     warmup_fraction: Fraction = 0.05
@@ -196,9 +202,14 @@ class Evaluate(Block):
     batch_sizes: Annotated[list[Positive], Field(min_length=1)] = [1]
     sweep_draft_tokens: list[Positive] = []
     prompts: list[str] = []
+    watch: str = "eagle3dvc/serving.py"
     max_new_tokens: Positive = 128
     baseline: str | None = None
     bootstrap: Positive = 1000
+
+    @model_validator(mode="after")
+    def _watch(self):
+        return _require_watched(self, "evaluate", [p for p in self.prompts if Path(p).exists()])
 
 
 class Params(Block):
