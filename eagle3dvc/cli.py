@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from eagle3dvc.drafter import commands as drafter_commands
 from eagle3dvc.fleet import commands as fleet_commands
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.split("\n")[0])
@@ -71,6 +72,7 @@ def inspect(path: str, verifier: str = "data/verifier", as_json: Annotated[bool,
 
 
 fleet_commands.register(app)
+drafter_commands.register(app)
 
 
 @app.command()

@@ -1,0 +1,182 @@
+"""The model card (README.md) of an export, and what only a repository's history can add to it.
+
+The card inside `models/export` is part of a DVC output, so it holds only what the same inputs always give: names, counts,
+settings, the drafter's own metrics, and the hashes that dvc.lock records for its inputs. A git commit is not such a thing:
+the commit that records this export in dvc.lock does not exist yet while the export is being made. The hashes name it without
+doubt, though: `eagle3dvc card` looks up the first commit whose dvc.lock has them and writes a card with the commit and the
+evaluation, for publishing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from eagle3dvc.drafter import layouts
+from eagle3dvc.drafter.layouts import Drafter
+from eagle3dvc.errors import UserError
+
+INPUTS = ("data/verifier", "data/prompts", "data/hidden_states", "models/drafter")
+MARK = "<!-- eagle3dvc: provenance -->"
+
+
+def lock_hashes(lock: str | Path = "dvc.lock") -> dict[str, str]:
+    """{output: md5} of the inputs of an export, as dvc.lock records them; empty outside DVC."""
+    from ruamel.yaml import YAML
+
+    path = Path(lock)
+    if not path.is_file():
+        return {}
+    stages = (YAML(typ="safe").load(path.read_text(encoding="utf-8")) or {}).get("stages") or {}
+    outs = {o["path"]: o.get("md5") for s in stages.values() for o in s.get("outs", ())}
+    return {name: outs[name] for name in INPUTS if outs.get(name)}
+
+
+def source_counts(prompts: str | Path) -> dict[str, dict[str, int]]:
+    """{source: {split: samples}} of the prompt shards."""
+    import pyarrow.parquet as pq
+
+    from eagle3dvc.prompts import shards
+
+    counts: dict[str, dict[str, int]] = {}
+    for file in shards.shard_files(prompts):
+        table = pq.read_table(file, columns=["source", "split"])
+        for row in table.group_by(["source", "split"]).aggregate([([], "count_all")]).to_pylist():
+            splits = counts.setdefault(row["source"], {})
+            splits[row["split"]] = splits.get(row["split"], 0) + row["count_all"]
+    return {k: counts[k] for k in sorted(counts)}
+
+
+def serve_command(d: Drafter, layout: str, revision: str | None = None) -> str:
+    """The command that serves the verifier with this drafter; FOLDER stands for where the reader put it."""
+    k = d.speculative_tokens
+    pin = f" --revision {revision}" if revision else ""
+    if layout == layouts.SPECULATORS:
+        spec = json.dumps({"model": "FOLDER", "method": "eagle3", "num_speculative_tokens": k})
+        return f"vllm serve {d.verifier}{pin} --speculative-config '{spec}'"
+    return (
+        f"python -m sglang.launch_server --model-path {d.verifier}{pin} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path FOLDER --speculative-num-steps {k} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {k + 1}"
+    )
+
+
+def _table(rows: list[tuple[str, Any]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)])
+
+
+def _flat(block: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows = []
+    for k in sorted(block):
+        v = block[k]
+        rows += _flat(v, f"{prefix}{k}.") if isinstance(v, dict) else [(f"`{prefix}{k}`", f"`{json.dumps(v)}`")]
+    return rows
+
+
+def trained_metrics(drafter: str | Path) -> dict[str, Any]:
+    """The scalars of models/drafter/training.json's metrics block; empty when there is none."""
+    path = Path(drafter) / "training.json"
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8")).get("metrics") or {}
+    return {k: v for k, v in found.items() if isinstance(v, int | float | list)}
+
+
+def text(d: Drafter, layout: str, params: Any, *, info: Any, drafter: str | Path, prompts: str | Path) -> str:
+    """The card of one layout; the same inputs give the same text."""
+    engine = "vLLM" if layout == layouts.SPECULATORS else "SGLang"
+    revision = info.revision
+    counts = source_counts(prompts)
+    data = [(f"`{s}`", ", ".join(f"{n} {split}" for split, n in sorted(by.items()))) for s, by in counts.items()]
+    hashes = lock_hashes()
+    find = f"git log --format=%H -S {hashes['models/drafter']} -- dvc.lock" if "models/drafter" in hashes else None
+    c = d.decoder
+    ids = list(d.aux_layer_ids)
+    shown = ids if layout == layouts.SPECULATORS else [i - 1 for i in ids]
+    lines = [
+        "---",
+        "library_name: " + ("vllm" if layout == layouts.SPECULATORS else "sglang"),
+        f"base_model: {d.verifier}",
+        "tags: [eagle3, speculative-decoding, " + layout + "]",
+        "---",
+        "",
+        f"# EAGLE-3 drafter for {d.verifier} ({engine})",
+        "",
+        "Serve it (FOLDER is where you put this folder):",
+        "",
+        "```bash",
+        serve_command(d, layout, revision),
+        "```",
+        "",
+        f"The draft tokens come from {d.draft_vocab_size} of the verifier's {d.vocab_size} tokens; the verifier decides every"
+        " token, so the answers stay its own.",
+    ]
+    if layout == layouts.SGLANG:
+        lines += ["", "For SGLang only: vLLM would read these layer ids in its own convention (one higher)."]
+    lines += [
+        "",
+        "## Verifier",
+        "",
+        _table([("name", d.verifier), ("revision", revision or "none"), ("identity", info.identity)]),
+    ]
+    lines += ["", "## Drafter", ""]
+    lines.append(
+        _table(
+            [
+                ("decoder layers", c["num_hidden_layers"]),
+                ("hidden size", c["hidden_size"]),
+                (
+                    "heads, key/value heads, head size",
+                    f"{c['num_attention_heads']}, {c['num_key_value_heads']}, {c['head_dim']}",
+                ),
+                ("auxiliary layers (this layout's ids)", shown),
+                ("rope", f"`{json.dumps(c['rope_parameters'], sort_keys=True)}`"),
+                ("norms", ", ".join(f for f in layouts.NORM_FLAGS if getattr(d, f)) or "none of the optional ones"),
+                ("attention", f"sliding window {c['sliding_window']}" if d.sliding else "full"),
+                ("weights", str(d.tensors["fc.weight"].dtype).removeprefix("torch.")),
+            ]
+        )
+    )
+    lines += ["", "## Data", "", _table(data or [("none", "")])]
+    lines += ["", "## Training", "", _table([("`seed`", f"`{params.seed}`"), *_flat(params.train.model_dump())])]
+    if metrics := trained_metrics(drafter):
+        lines += ["", "## Metrics", "", "On held-out samples, at the end of training:", "", _table(_flat(metrics))]
+    lines += ["", "## Where it comes from", "", MARK]
+    lines.append(_table([(f"`{k}`", f"`{v}`") for k, v in hashes.items()] or [("dvc.lock", "not made by a DVC pipeline")]))
+    if find:
+        lines += ["", f"These are the hashes dvc.lock records. The git commit that made them: `{find} | tail -1`"]
+    return "\n".join(lines) + "\n"
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"git {' '.join(args[:2])} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+    return done.stdout.strip()
+
+
+def commit_of(md5: str, lock: str = "dvc.lock") -> str:
+    """The first commit whose dvc.lock has this hash; UserError when none has."""
+    found = _git("log", "--format=%H", "--all", "--reverse", f"-S{md5}", "--", lock).splitlines()
+    if not found:
+        raise UserError(f"no commit has {md5} in {lock}: commit {lock} first (git add {lock} && git commit)")
+    return found[0]
+
+
+def finished(folder: str | Path, metrics: str | Path = "metrics/evaluate.json") -> str:
+    """The card of an exported layout with the git commit that made it and, where there is one, the evaluation."""
+    path = Path(folder) / "README.md"
+    if not path.is_file() or MARK not in (card := path.read_text(encoding="utf-8")):
+        raise UserError(f"{path} is not a card of this pipeline: give a folder inside models/export")
+    rows = [line for line in card.split(MARK, 1)[1].splitlines() if line.startswith("| `models/drafter`")]
+    if not rows:
+        raise UserError(f"{path} was not made by a DVC pipeline: there is no commit to find")
+    commit = commit_of(rows[0].split("`")[3])
+    card = card.replace(MARK, f"{MARK}\nGit commit: `{commit}`\n")
+    if Path(metrics).is_file():
+        found = json.loads(Path(metrics).read_text(encoding="utf-8"))
+        rows = _flat({k: v for k, v in found.items() if isinstance(v, int | float | list | dict)})
+        card = card.replace("\n## Where it comes from\n", f"\n## Evaluation\n\n{_table(rows)}\n\n## Where it comes from\n")
+    return card

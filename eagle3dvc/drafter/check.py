@@ -1,0 +1,413 @@
+"""Proof that an export means what was trained: `self_check` in the stage, `verify_export` for anyone who has the folder.
+
+Three layers, cheapest first, each with its own reason when it refuses:
+1. structure (`layouts.read`): files whole, names, shapes and dtypes as vLLM's loader asks for, vocabulary map sound,
+   weights finite, no local path;
+2. provenance (`eagle3dvc.json` in the layout): layer ids, rope, norms and a checksum a tensor, as they were exported;
+3. arithmetic: a few held-out states, the tokens after them and the logits they must give (`eagle3dvc.probe`), computed
+   again by `reference`. This needs neither the cache nor the verifier. With the cache (`hidden`) and the verifier's
+   folder the drafts are also compared with what the verifier says next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3dvc.drafter import layouts
+from eagle3dvc.drafter.layouts import Drafter
+from eagle3dvc.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from eagle3dvc.drafter.reference import Reference
+
+PROVENANCE = "eagle3dvc.json"
+PROBE = "eagle3dvc.probe"  # safetensors inside, but not in name: engines load every *.safetensors of a folder
+STEPS = 3  # drafting steps checked
+POSITIONS = 48  # positions of the probe
+TOP = 8  # logits kept a position
+TOLERANCE = 1e-3  # of the largest logit: float32 against float64 gives some 1e-6, any wrong setting far more
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of one sample: states [T, A, H] of its first T positions and the tokens fed, [STEPS][T]."""
+
+    states: torch.Tensor
+    tokens: torch.Tensor  # int64 [T + STEPS - 1], the text from x_1 on
+
+    def fed(self, step: int) -> torch.Tensor:
+        return self.tokens[step : step + len(self.states)]
+
+
+def windows(hidden: str | Path, prompts: str | Path, count: int = 4, positions: int = 192) -> list[Window]:
+    """The starts of up to `count` held-out samples (training samples where there is no held-out split)."""
+    from eagle3dvc.hidden_states.reader import HiddenStates
+
+    data = HiddenStates(hidden, prompts)
+    found = []
+    for i in itertools.chain(data.splits.get("heldout", ()), data.splits.get("train", ())):
+        item = data[int(i)]
+        length = min(positions, len(item.token_ids) - STEPS)
+        if length > 0:
+            found.append(window(item, length))
+        if len(found) == count:
+            break
+    if not found:
+        raise UserError(f"{hidden} holds no sample longer than {STEPS} tokens: nothing to check the export with")
+    return found
+
+
+def window(item: Any, length: int) -> Window:
+    import torch
+
+    tokens = torch.as_tensor(item.token_ids).long()[1 : length + STEPS]
+    return Window(item.hidden_states[:length, :-1], tokens)
+
+
+# ---------------------------------------------------------------- the stage's own check
+
+
+def trained_logits(model, w: Window) -> list[torch.Tensor]:
+    """Logits [T, draft vocabulary] of each step from speculators' own forward, the text fed (teacher forced)."""
+    import torch
+
+    caught: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: caught.append(output[0].detach().clone()))
+    extra = len(w.tokens) - len(w.states)  # so that every checked position has its true tokens in every step
+    states = w.states.flatten(1)
+    states = torch.cat([states, states[-1:].expand(extra, -1)]) if extra else states
+    try:
+        with torch.no_grad():
+            model(
+                hidden_states=states[None].to(model.fc.weight.dtype),
+                input_ids=w.tokens[None],
+                document_ids=torch.zeros(1, len(w.tokens), dtype=torch.long),
+                position_ids=1 + torch.arange(len(w.tokens))[None],
+                ttt_steps=STEPS,
+            )
+    finally:
+        hook.remove()
+    return [logits[: len(w.states)] for logits in caught]
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference as a fraction of the largest expected logit; inf when something is not finite."""
+    worst = ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-12)).item()
+    return worst if worst == worst else float("inf")
+
+
+def self_check(folder: Path, model, dtype: torch.dtype, probes: list[Window]) -> dict[str, float]:
+    """Reload one layout and compare it with the trained model (float32, speculators' code) on held-out states.
+
+    `model` is rounded to the export's dtype first, so the comparison is tight; how much that rounding changes is
+    returned: `max_difference` (of logits, against the rounded model) and `same_token` (share of greedy drafts equal to
+    those of the model as trained). Raises UserError when the layout computes something else.
+    """
+    import copy
+
+    import torch
+
+    from eagle3dvc.drafter import reference
+
+    layouts.read(folder)
+    ref = reference.load(folder)
+    rounded = copy.deepcopy(model).to(dtype).float()
+    mapping = model.d2t if getattr(model, "d2t", None) is not None else None
+    worst, same, total = 0.0, 0, 0
+    for w in probes:
+        embeds = [rounded.embed_tokens.weight[w.fed(j)] for j in range(STEPS)]
+        found, tight, loose = ref.chain(w.states, embeds), trained_logits(rounded, w), trained_logits(model, w)
+        for step, (a, b, c) in enumerate(zip(found, tight, loose, strict=True)):
+            if (d := _distance(a, b)) > TOLERANCE:
+                raise UserError(
+                    f"{folder} does not compute what was trained: logits of drafting step {step + 1} differ by {d:.2g} of "
+                    f"their size (allowed {TOLERANCE}){_guess(ref, w, embeds, tight, TOLERANCE)}"
+                )
+            worst = max(worst, d)
+            drafts, wanted = ref.to_verifier(a.argmax(-1)), b.argmax(-1)
+            wanted = wanted if mapping is None else wanted + mapping[wanted]
+            clear = _clear(b)
+            if not torch.equal(drafts[clear], wanted[clear]):
+                raise UserError(f"{folder}: d2t maps drafts to other tokens than in training; the map was changed")
+            same += int((a.argmax(-1) == c.argmax(-1)).sum())
+            total += len(a)
+    return {"max_difference": worst, "same_token": same / total}
+
+
+def _clear(logits: torch.Tensor) -> torch.Tensor:
+    """Positions whose best token leads by more than the tolerance, so that rounding cannot change it."""
+    two = logits.topk(2, dim=-1).values
+    return (two[:, 0] - two[:, 1]) > 2 * TOLERANCE * logits.abs().max()
+
+
+def _guess(ref: Reference, w: Window, embeds, expected: list[torch.Tensor], tolerance: float) -> str:
+    """A hint at the cause: does another order of the auxiliary layers give the expected logits?"""
+    for order in itertools.permutations(range(w.states.shape[1])):
+        if list(order) != sorted(order):
+            found = ref.chain(w.states[:, list(order)], embeds)
+            if all(_distance(a, b) <= tolerance for a, b in zip(found, expected, strict=True)):
+                return f": the auxiliary layers are swapped, fc.weight takes them in the order {list(order)}"
+    return ": weights, rope or norm settings are not those it was trained with"
+
+
+# ---------------------------------------------------------------- what the layout carries with it
+
+
+def checksums(d: Drafter) -> dict[str, str]:
+    """xxh3-128 of every tensor's bytes, by speculators' names."""
+    import torch
+    import xxhash
+
+    return {
+        name: xxhash.xxh3_128_hexdigest(t.contiguous().flatten().view(torch.uint8).numpy())
+        for name, t in sorted(d.tensors.items())
+    }
+
+
+def settings(d: Drafter) -> dict[str, Any]:
+    """Everything besides tensors that changes what a drafter computes."""
+    return {
+        "aux_layer_ids": list(d.aux_layer_ids),
+        "decoder": d.decoder,
+        "draft_vocab_size": d.draft_vocab_size,
+        "target_hidden_size": d.target_hidden_size,
+        "verifier": d.verifier,
+        **{flag: getattr(d, flag) for flag in layouts.NORM_FLAGS},
+    }
+
+
+def write_provenance(folder: Path, d: Drafter, verifier: dict[str, Any]) -> None:
+    from eagle3dvc.stage import write_json
+
+    write_json(
+        folder / PROVENANCE,
+        {
+            "format": 1,
+            "layer_id_convention": "id k is the residual stream after k decoder layers (vLLM's); SGLang's id is k - 1",
+            "settings": settings(d),
+            "tensors": checksums(d),
+            "verifier": verifier,
+        },
+    )
+
+
+def write_probe(folder: Path, embed: torch.Tensor, w: Window) -> None:
+    """Held-out states with the embeddings fed and the logits this folder gives: a check anyone can run again."""
+    import torch
+    from safetensors.torch import save_file
+
+    from eagle3dvc.drafter import reference
+
+    n = min(POSITIONS, len(w.states))
+    w = Window(w.states[:n], w.tokens[: n + STEPS - 1])
+    ref = reference.load(folder)
+    embeds = embed[w.tokens]
+    logits = torch.stack(ref.chain(w.states, [embeds[j : j + n] for j in range(STEPS)]))
+    top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
+    tensors = {
+        "states": w.states.contiguous(),
+        "embeds": embeds.contiguous(),
+        "ids": ref.to_verifier(top.indices),
+        "logits": top.values.float(),
+        "draft_ids": top.indices,
+    }
+    meta = json.dumps({"aux_layer_ids": ref.aux_layer_ids, "format": 1}, sort_keys=True)
+    save_file(tensors, folder / PROBE, metadata={"eagle3dvc": meta})
+    (folder / PROBE).chmod(0o644)
+
+
+# ---------------------------------------------------------------- eagle3dvc verify-export
+
+
+def verify_export(
+    folder: str | Path,
+    hidden: str | Path | None = None,
+    verifier: str | Path = "data/verifier",
+    prompts: str | Path = "data/prompts",
+    trained: str | Path | None = None,
+    structure_only: bool = False,
+) -> list[dict[str, Any]]:
+    """Check one layout, or every layout inside an export; returns what was checked, raises UserError with the reason.
+
+    hidden: a cache of hidden states to draft from; then `verifier` (data/verifier) and `prompts` are read too.
+    trained: a folder of models/drafter to compare the logits with. Without these and without a probe in the folder the
+    arithmetic cannot be checked, which is an error unless `structure_only`.
+    """
+    folder = Path(folder)
+    inside = [folder / name for name in layouts.LAYOUTS if (folder / name / "config.json").is_file()]
+    if not (folder / "config.json").is_file() and inside:
+        return [r for f in inside for r in verify_export(f, hidden, verifier, prompts, trained, structure_only)]
+    d = layouts.read(folder)
+    report: dict[str, Any] = {"folder": str(folder), "layout": layouts.detect(layouts.read_config(folder), folder)}
+    if layouts.looks_local(d.verifier):
+        raise UserError(f"{folder}: the verifier is named {d.verifier!r}, a local path: write its public id into config.json")
+    if lost := layouts.unrepresentable(d, report["layout"]):
+        raise UserError(f"{folder}: this layout cannot represent {'; '.join(lost)}: engines would ignore it")
+    report["checked"] = ["structure"]
+    if (folder / PROVENANCE).is_file():
+        _check_provenance(folder, d)
+        report["checked"].append("provenance")
+    if (folder / PROBE).is_file():
+        report["probe_difference"] = _check_probe(folder)
+        report["checked"].append("probe")
+    if trained is not None:
+        report |= _check_trained(folder, d, hidden, verifier, prompts, trained)
+        report["checked"].append("trained")
+    if hidden is not None:
+        report |= _check_hidden(folder, d, hidden, verifier, prompts)
+        report["checked"].append("hidden states")
+    if len(report["checked"]) == 1 and not structure_only:
+        raise UserError(
+            f"{folder}: names and shapes are right, but without {PROBE} or a cache of hidden states nothing shows that it "
+            "drafts: give --hidden and --verifier, or --structure-only to stop here"
+        )
+    return [report]
+
+
+def _check_provenance(folder: Path, d: Drafter) -> None:
+    try:
+        said = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        was, sums = said["settings"], said["tensors"]
+        was_decoder = was["decoder"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{folder / PROVENANCE} is damaged ({e!r}): export again") from None
+    now = settings(d)
+    if now["aux_layer_ids"] != was["aux_layer_ids"]:
+        raise UserError(
+            f"{folder}: config.json names auxiliary layers {now['aux_layer_ids']} (vLLM's ids) but the drafter was trained "
+            f"on {was['aux_layer_ids']}: it would read other layers than it knows"
+        )
+    for key in sorted(was_decoder.keys() | now["decoder"].keys()):
+        a, b = now["decoder"].get(key), was_decoder.get(key)
+        if a != b:
+            raise UserError(f"{folder}: {key} is {a} in config.json but was {b} in training")
+    for key in sorted(was.keys() - {"decoder", "aux_layer_ids"}):
+        if now.get(key) != was[key]:
+            raise UserError(f"{folder}: {key} is {now.get(key)!r} in config.json but was {was[key]!r} at export")
+    have = checksums(d)
+    for name in sorted(sums.keys() | have.keys()):
+        if name not in have:
+            raise UserError(f"{folder}: tensor {name} was exported but is missing now")
+        if have[name] != sums.get(name):
+            hint = _what_changed(folder, d, name)
+            raise UserError(f"{folder}: tensor {name} is not the one that was exported (its checksum differs){hint}")
+
+
+def _what_changed(folder: Path, d: Drafter, name: str) -> str:
+    if name == "d2t":
+        return ": drafts would mean other tokens"
+    if name == "fc.weight" and (folder / PROBE).is_file():
+        try:
+            _check_probe(folder)
+        except UserError as e:
+            return f"; {str(e).split(': ', 1)[-1]}"
+    return ""
+
+
+def _check_probe(folder: Path) -> float:
+    """Compute the probe again; returns the largest difference, raises UserError when it is more than rounding."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    from eagle3dvc.drafter import reference
+
+    try:
+        with safe_open(folder / PROBE, "pt") as f:
+            meta = json.loads(f.metadata()["eagle3dvc"])
+            p = {name: f.get_tensor(name) for name in ("states", "embeds", "ids", "logits", "draft_ids")}
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{folder / PROBE} is damaged ({e}): export again") from None
+    ref = reference.load(folder)
+    if ref.aux_layer_ids != meta["aux_layer_ids"]:
+        raise UserError(
+            f"{folder}: config.json names auxiliary layers {ref.aux_layer_ids} (vLLM's ids) but the drafter was trained on "
+            f"{meta['aux_layer_ids']}: it would read other layers than it knows"
+        )
+    n, worst = len(p["states"]), 0.0
+    steps = len(p["logits"])
+    embeds = [p["embeds"][j : j + n] for j in range(steps)]
+    for step, logits in enumerate(ref.chain(p["states"], embeds)):
+        if p["draft_ids"].max() >= logits.shape[-1]:
+            raise UserError(f"{folder}: the draft vocabulary is smaller than the one exported")
+        d = _distance(logits.gather(-1, p["draft_ids"][step]), p["logits"][step])
+        best = logits.max(-1).values.float() - p["logits"][step][:, 0]
+        if d > TOLERANCE or best.max() > TOLERANCE * p["logits"][step].abs().max():
+            hint = _guess_probe(ref, p, embeds)
+            raise UserError(
+                f"{folder}: on the held-out states it carries, drafting step {step + 1} gives other logits than at export "
+                f"(difference {d:.2g} of their size, allowed {TOLERANCE}){hint}"
+            )
+        worst = max(worst, d)
+    if not torch.equal(ref.to_verifier(p["draft_ids"]), p["ids"]):
+        raise UserError(f"{folder}: d2t maps drafts to other tokens than at export, though the logits agree")
+    return worst
+
+
+def _guess_probe(ref: Reference, p: dict[str, torch.Tensor], embeds) -> str:
+    for order in itertools.permutations(range(p["states"].shape[1])):
+        if list(order) != sorted(order):
+            logits = ref.chain(p["states"][:, list(order)], embeds[:1])[0]
+            if _distance(logits.gather(-1, p["draft_ids"][0]), p["logits"][0]) <= TOLERANCE:
+                return f": the auxiliary layers are swapped, fc.weight takes them in the order {list(order)}"
+    return ": weights, rope or norm settings were changed"
+
+
+def _check_trained(folder: Path, d: Drafter, hidden, verifier, prompts, trained) -> dict[str, Any]:
+    from eagle3dvc.drafter import model as drafter_model
+
+    if hidden is None:
+        raise UserError("--trained needs --hidden: the logits are compared on held-out hidden states")
+    model = drafter_model.load(trained, verifier)
+    result = self_check(folder, model, d.tensors["fc.weight"].dtype, windows(hidden, prompts))
+    return {f"trained_{k}": v for k, v in result.items()}
+
+
+def _check_hidden(folder: Path, d: Drafter, hidden, verifier, prompts) -> dict[str, Any]:
+    """Draft from cached states and see how often the first draft is what the verifier says next."""
+    from eagle3dvc.drafter import reference
+    from eagle3dvc.hidden_states.reader import HiddenStates
+    from eagle3dvc.verifier import load_head, load_info
+
+    info, data = load_info(verifier), HiddenStates(hidden, prompts)
+    if info.name != d.verifier:
+        raise UserError(f"{folder} is a drafter of {d.verifier}, {verifier} is {info.name}")
+    if list(data.layer_ids[:-1]) != list(d.aux_layer_ids):
+        raise UserError(
+            f"{folder}: config.json names auxiliary layers {list(d.aux_layer_ids)} (vLLM's ids), the hidden states hold "
+            f"{list(data.layer_ids[:-1])}: the ids are shifted, or the cache is another drafter's"
+        )
+    head, ref = load_head(verifier), reference.load(folder)
+    orders = list(itertools.permutations(range(len(d.aux_layer_ids))))
+    right, total = dict.fromkeys(orders, 0), 0
+    ids = list(itertools.chain(data.splits.get("heldout", ()), data.splits.get("train", ())))[:8]
+    for item in (data[int(i)] for i in ids):
+        n = min(192, len(item.token_ids) - STEPS)
+        if n < 1:
+            continue
+        w = window(item, n)
+        says = head.logits(item.hidden_states[1 : n + 1, -1].float()).argmax(-1)
+        for order in orders:
+            drafts = ref.to_verifier(ref.chain(w.states[:, list(order)], [head.embed[w.fed(0)]])[0].argmax(-1))
+            right[order] += int((drafts == says).sum())
+        total += n
+    if not total:
+        raise UserError(f"{hidden} holds no sample longer than {STEPS} tokens: nothing to check with")
+    share = {order: n / total for order, n in right.items()}
+    given, best = orders[0], max(orders, key=share.get)
+    if best != given and share[best] > 2 * share[given] + 0.05:
+        raise UserError(
+            f"{folder}: the auxiliary layers are swapped: in the order {list(best)} the first draft is right "
+            f"{share[best]:.0%} of the time, as stored {share[given]:.0%}"
+        )
+    if share[given] < 0.05:
+        raise UserError(
+            f"{folder}: the first draft is what the verifier says next only {share[given]:.1%} of the time on {total} "
+            "positions: wrong d2t, rope, layer ids or weights, or an untrained drafter"
+        )
+    return {"first_draft_accuracy": round(share[given], 4), "positions": total}

@@ -1,0 +1,51 @@
+"""`eagle3dvc convert`: a drafter trained anywhere, from one layout to the other, tensors bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from eagle3dvc.drafter import check, layouts
+from eagle3dvc.errors import UserError
+
+
+def convert(
+    src: str | Path,
+    to: str,
+    out: str | Path,
+    layer_ids: list[int] | None = None,
+    verifier_name: str | None = None,
+    speculative_tokens: int | None = None,
+) -> layouts.Drafter:
+    """Convert the drafter in `src` (safetensors, single or sharded) to layout `to` in the new folder `out`.
+
+    layer_ids (vLLM's convention: SGLang's plus one) and verifier_name (public id) are for drafters that do not say them. The
+    probe, a statement about the tensors, goes along. Raises UserError and leaves nothing.
+    """
+    from dataclasses import replace
+
+    src, out = Path(src), Path(out)
+    if to not in layouts.LAYOUTS:
+        raise UserError(f"--to {to}: the layouts are {' and '.join(layouts.LAYOUTS)}")
+    if out.exists():
+        raise UserError(f"{out} exists already: give a folder that does not, or remove it")
+    d = layouts.read(src, layer_ids=layer_ids, verifier=verifier_name)
+    if not d.verifier:
+        raise UserError(f"{src} does not name its verifier: give --verifier-name, the public id of the model")
+    if speculative_tokens is not None:
+        d = replace(d, speculative_tokens=speculative_tokens)
+    work = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        layouts.write(d, work, to)
+        if layouts.read(work).decoder != d.decoder:
+            raise UserError(f"{src}: its configuration does not survive the {to} layout; this is a bug, please report it")
+        check.write_provenance(work, d, {"name": d.verifier, "revision": None, "identity": None})
+        if (src / check.PROBE).is_file():
+            shutil.copyfile(src / check.PROBE, work / check.PROBE)
+            check.verify_export(work)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return d

@@ -1,0 +1,98 @@
+"""The export stage: the best checkpoint in every layout asked for, each reloaded and compared before it counts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eagle3dvc.drafter import card, check, layouts
+from eagle3dvc.errors import UserError
+from eagle3dvc.params import Params
+
+
+def cast(d: layouts.Drafter, dtype: str) -> layouts.Drafter:
+    """The drafter with its floating-point tensors in `dtype`; UserError where a value does not fit."""
+    import torch
+
+    target = getattr(torch, dtype)
+    tensors = {k: t.to(target) if t.is_floating_point() else t for k, t in d.tensors.items()}
+    for name, t in tensors.items():
+        if t.is_floating_point() and not t.isfinite().all():
+            raise UserError(
+                f"{name} holds values that are not finite in {dtype}: the training diverged, look at models/drafter"
+            )
+    return replace(d, tensors=tensors)
+
+
+def prepare_drafter(checkpoint: Path, info: Any, head: Any, draft_tokens: int) -> layouts.Drafter:
+    """The trained drafter under its verifier's public name, without tensors that are the verifier's own."""
+    import torch
+
+    d = layouts.read(checkpoint, verifier=info.name)
+    if d.vocab_size != info.vocab_size:
+        raise UserError(f"{checkpoint} drafts from {d.vocab_size} tokens, its verifier {info.name} has {info.vocab_size}")
+    tensors = dict(d.tensors)
+    embed = tensors.get("embed_tokens.weight")
+    if embed is not None and torch.equal(embed.float(), head.embed):
+        del tensors["embed_tokens.weight"]  # engines share the verifier's; a copy would only cost memory
+    if not d.pruned and "lm_head.weight" not in tensors:
+        raise UserError(f"{checkpoint} has no lm_head: it is not a finished drafter")
+    config = json.loads((info.folder / "config.json").read_text(encoding="utf-8"))
+    names = tuple(config.get("architectures") or d.verifier_architectures)
+    return replace(d, tensors=tensors, verifier_architectures=names, speculative_tokens=draft_tokens)
+
+
+def build(
+    params: Params,
+    out: str | Path = "models/export",
+    drafter: str | Path = "models/drafter",
+    hidden: str | Path = "data/hidden_states",
+    prompts: str | Path = "data/prompts",
+    verifier: str | Path = "data/verifier",
+    log: dict | None = None,
+) -> dict[str, Any]:
+    """Write `out`/<layout> for every layout of params.export; returns the metrics, raises UserError and leaves nothing.
+
+    `log` receives what the self-check measured (differences of logits, share of unchanged greedy drafts).
+    """
+    import torch
+
+    from eagle3dvc.drafter import model as drafter_model
+    from eagle3dvc.verifier import load_head, load_info
+
+    out, checkpoint = Path(out), Path(drafter) / "best"
+    info, head = load_info(verifier), load_head(verifier)
+    trained = drafter_model.load(checkpoint, verifier)
+    d = cast(prepare_drafter(checkpoint, info, head, params.evaluate.draft_tokens), params.export.dtype)
+    probes = check.windows(hidden, prompts)
+    work = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    checked, sizes = {}, {}
+    try:
+        for layout in params.export.layouts:
+            folder = work / layout
+            layouts.write(d, folder, layout)
+            checked[layout] = check.self_check(folder, trained, getattr(torch, params.export.dtype), probes)
+            check.write_provenance(folder, d, {"name": info.name, "revision": info.revision, "identity": info.identity})
+            check.write_probe(folder, head.embed, probes[0])
+            text = card.text(d, layout, params, info=info, drafter=drafter, prompts=prompts)
+            (folder / "README.md").write_text(text, encoding="utf-8")
+            check.verify_export(folder)
+            sizes[layout] = sum(f.stat().st_size for f in layouts.weight_files(folder))
+        shutil.rmtree(out, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    if log is not None:
+        log["self_check"] = checked
+    return {
+        "aux_layer_ids": list(d.aux_layer_ids),
+        "draft_vocab_size": d.draft_vocab_size,
+        "layouts": sorted(params.export.layouts),
+        "parameters": sum(t.numel() for t in d.tensors.values() if t.is_floating_point()),
+        "weight_bytes": sizes,
+    }

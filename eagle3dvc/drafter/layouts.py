@@ -1,0 +1,475 @@
+"""The two layouts that engines load, and one description of a drafter between them.
+
+`speculators` is the layout of vLLM: a `config.json` with `speculators_model_type` and the decoder in
+`transformer_layer_config`; `sglang` is the EAGLE layout: `LlamaForCausalLMEagle3`, the decoder's keys at top level.
+They differ in more than names: layer ids (vLLM's id k is the state after k layers, SGLang's n is "after layer n", that
+is k = n + 1), rope keys, and in what they can say at all. `unrepresentable` lists what a layout would lose, and `write`
+refuses to lose it. docs/export.md is the table of all this.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3dvc.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+SPECULATORS = "speculators"
+SGLANG = "sglang"
+LAYOUTS = (SPECULATORS, SGLANG)
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SPECULATORS_VERSION = "0.9.0"  # of the layout written, not of the installed package: same inputs, same bytes
+WEIGHTS = "model.safetensors"
+# decoder keys that say nothing about the drafter's arithmetic, and that writers add as they please
+_NOISE = {
+    *("_name_or_path", "_attn_implementation", "architectures", "auto_map", "dtype", "torch_dtype", "pretraining_tp"),
+    *("transformers_version", "use_cache", "tie_word_embeddings", "num_aux_hidden_states", "return_dict"),
+}
+_SGLANG_OWN = {"draft_vocab_size", "eagle_config", "target_hidden_size", "rope_theta", "rope_scaling", "eagle3dvc"}
+_SKIPPED = {"verifier_norm.weight", "verifier_lm_head.weight"}  # the verifier's own, never part of a drafter
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """An EAGLE-3 drafter outside any layout.
+
+    tensors: speculators' names (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ..., `lm_head.weight`, `norm.weight`;
+        with a pruned vocabulary `d2t` int64 [draft vocabulary] of offsets, target id = draft id + offset, and `t2d` bool
+        [vocabulary]; `embed_tokens.weight` only where it is not the verifier's own).
+    decoder: keys of the decoder's Llama or Qwen3 configuration, rope in `rope_parameters`.
+    aux_layer_ids: vLLM's convention, id k = residual stream after k decoder layers.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    decoder: dict[str, Any]
+    aux_layer_ids: tuple[int, ...]
+    draft_vocab_size: int
+    verifier: str
+    verifier_architectures: tuple[str, ...] = ()
+    speculative_tokens: int = 3
+    target_hidden_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder["vocab_size"]
+
+    @property
+    def pruned(self) -> bool:
+        """Whether the draft vocabulary is a part of the verifier's."""
+        return self.draft_vocab_size != self.vocab_size
+
+    @property
+    def sliding(self) -> bool:
+        return "sliding_attention" in (self.decoder.get("layer_types") or ())
+
+
+def expected_tensors(d: Drafter) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that vLLM's loader needs for this drafter (source: vllm llama_eagle3.py)."""
+    c = d.decoder
+    hidden, heads, kv = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    head, inner = c["head_dim"], c["intermediate_size"]
+    states = len(d.aux_layer_ids) * (d.target_hidden_size or hidden)
+    want = {"fc.weight": (hidden, states), "norm.weight": (hidden,), "lm_head.weight": (d.draft_vocab_size, hidden)}
+    if d.pruned:
+        want |= {"d2t": (d.draft_vocab_size,), "t2d": (d.vocab_size,)}
+    if d.norm_before_fc:
+        want["input_norm.weight"] = (states,)
+    if d.fc_norm:
+        n = len(d.aux_layer_ids)
+        want |= {f"fc_norm.{i}.weight": (states // n,) for i in range(n)}
+    for i in range(c["num_hidden_layers"]):
+        width = 2 * hidden if i == 0 else hidden  # the first layer sees cat(embedding, hidden state)
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (heads * head, width),
+            "self_attn.k_proj.weight": (kv * head, width),
+            "self_attn.v_proj.weight": (kv * head, width),
+            "self_attn.o_proj.weight": (hidden, heads * head),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        if i == 0:
+            layer["hidden_norm.weight"] = (hidden,)
+        if c.get("attention_bias"):
+            layer |= {f"self_attn.{p}_proj.bias": layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkvo"}
+        if c.get("mlp_bias"):
+            layer |= {f"mlp.{p}_proj.bias": layer[f"mlp.{p}_proj.weight"][:1] for p in ("gate", "up", "down")}
+        if c["model_type"] == "qwen3":
+            layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+        want |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return want
+
+
+def unrepresentable(d: Drafter, layout: str) -> list[str]:
+    """What of this drafter the layout cannot say, one phrase each; empty when nothing is lost."""
+    c, lost = d.decoder, []
+    if c.get("hidden_act", "silu") != "silu":
+        lost.append(f"hidden_act {c['hidden_act']} (engines compute silu)")
+    if d.target_hidden_size not in (None, c["hidden_size"]) and "embed_tokens.weight" not in d.tensors:
+        lost.append("a hidden size other than the verifier's without embed_tokens of its own")
+    if layout == SPECULATORS:
+        if c["model_type"] not in ("llama", "qwen3"):
+            lost.append(f"a decoder of type {c['model_type']} (vLLM knows llama and qwen3)")
+        if d.norm_before_fc and d.fc_norm:
+            lost.append("norm_before_fc together with fc_norm")
+        return lost
+    lost += [f"{flag} = true" for flag in NORM_FLAGS if getattr(d, flag)]
+    if d.sliding:
+        lost.append(f"a sliding window of {c.get('sliding_window')} tokens")
+    if len(d.aux_layer_ids) != 3:
+        lost.append(f"{len(d.aux_layer_ids)} auxiliary layers (its fc is fixed at 3)")
+    if c["num_hidden_layers"] != 1:
+        lost.append(f"{c['num_hidden_layers']} decoder layers (its further layers compute something else)")
+    if c["model_type"] != "llama":
+        lost.append(f"a decoder of type {c['model_type']}")
+    if "embed_tokens.weight" in d.tensors:
+        lost.append("embed_tokens of the drafter's own (it always takes the verifier's)")
+    lost += [f"{flag} = true" for flag in ("attention_bias", "mlp_bias") if c.get(flag)]
+    return lost
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read(folder: str | Path, layer_ids: list[int] | None = None, verifier: str | None = None) -> Drafter:
+    """Read a drafter of either layout, from one safetensors file or shards with an index.
+
+    layer_ids (vLLM's convention) and verifier (public name) fill in what the folder does not say; where it does say it,
+    they must agree. Raises UserError.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    layout = detect(config, folder)
+    parse = _from_speculators if layout == SPECULATORS else _from_sglang
+    d = parse(config, read_tensors(folder), folder, layer_ids, verifier)
+    check_tensors(d, folder)
+    return d
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: give the folder of a drafter (config.json and safetensors)") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} cannot be read as JSON: {e}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} does not hold a JSON object: it is not a model's configuration")
+    return config
+
+
+def detect(config: dict[str, Any], where: Path) -> str:
+    """`speculators` or `sglang`; UserError when it is neither."""
+    kind = config.get("speculators_model_type")
+    if kind == "eagle3":
+        return SPECULATORS
+    if kind is not None:
+        raise UserError(f"{where}: speculators_model_type is {kind!r}, only eagle3 drafters are handled")
+    names = config.get("architectures") or []
+    if "LlamaForCausalLMEagle3" in names:
+        return SGLANG
+    raise UserError(
+        f"{where}: neither a speculators EAGLE-3 drafter (no speculators_model_type) nor an EAGLE-3 drafter for SGLang "
+        f"(architectures {names}, expected LlamaForCausalLMEagle3)"
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those the index names, or the only one there is."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as e:
+            raise UserError(f"{index} is not a safetensors index: {e!r}") from None
+        if any(Path(n).name != n for n in names):
+            raise UserError(f"{index} names files outside its folder: refused")
+        if missing := [n for n in names if not (folder / n).is_file()]:
+            raise UserError(f"{index} names {missing[0]}, which does not exist: the download is incomplete")
+        return [folder / n for n in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise UserError(
+            f"{folder} holds {len(files)} safetensors files but no model.safetensors.index.json: "
+            "add the index or leave one file"
+        )
+    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{folder / pickles[0]} is a PyTorch pickle, which can run code when loaded: "
+            "convert it to safetensors where you trust it, then point here again"
+        )
+    raise UserError(f"{folder} holds no safetensors file: nothing to read")
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, Any] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt") as f:
+                for name in f.keys():  # noqa: SIM118 (not a mapping)
+                    if name in tensors:
+                        raise UserError(f"{path}: tensor {name} is also in another file of this folder")
+                    tensors[name] = f.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{path} cannot be read, it is truncated or damaged ({e}): export or download it again") from None
+    return tensors
+
+
+def check_tensors(d: Drafter, where: Path) -> None:
+    """Names, shapes and kinds against what vLLM's loader asks for; raises UserError naming the first difference."""
+    want = expected_tensors(d)
+    have = {name: tuple(t.shape) for name, t in d.tensors.items()}
+    if d.pruned and "lm_head.weight" not in have:
+        raise UserError(
+            f"{where}: lm_head.weight is missing; with a pruned draft vocabulary ({d.draft_vocab_size} of {d.vocab_size}) "
+            "engines would take the verifier's head instead and silently accept almost nothing"
+        )
+    if d.pruned and "d2t" not in have:
+        raise UserError(
+            f"{where}: d2t is missing; the draft vocabulary has {d.draft_vocab_size} of {d.vocab_size} tokens, "
+            "without the map every draft token means another one"
+        )
+    missing = sorted(want.keys() - have.keys() - {"t2d"})
+    if missing:
+        raise UserError(f"{where}: tensor {missing[0]} is missing ({len(missing)} missing in all)")
+    own = {"embed_tokens.weight": (d.vocab_size, d.decoder["hidden_size"])}
+    if unknown := sorted(have.keys() - want.keys() - own.keys()):
+        raise UserError(
+            f"{where}: tensor {unknown[0]} has no place in this configuration; engines would skip it silently "
+            "(are the norm flags, biases or the draft vocabulary in config.json right?)"
+        )
+    for name, shape in sorted((want | own).items()):
+        if name in have and have[name] != shape:
+            raise UserError(f"{where}: {name} has shape {list(have[name])}, this configuration needs {list(shape)}")
+    for name, t in sorted(d.tensors.items()):
+        kind = {"d2t": "torch.int64", "t2d": "torch.bool"}.get(name)
+        if kind and str(t.dtype) != kind:
+            raise UserError(f"{where}: {name} is {t.dtype}, it must be {kind}")
+        if kind is None and not t.is_floating_point():
+            raise UserError(f"{where}: {name} is {t.dtype}; quantised drafters are not handled")
+        if kind is None and not t.isfinite().all():
+            raise UserError(f"{where}: {name} holds values that are not finite")
+    _check_vocabulary(d, where)
+
+
+def _check_vocabulary(d: Drafter, where: Path) -> None:
+    import torch
+
+    if not d.pruned:
+        return
+    ids = d.tensors["d2t"] + torch.arange(d.draft_vocab_size)
+    if ids.min() < 0 or ids.max() >= d.vocab_size:
+        raise UserError(f"{where}: d2t points outside the verifier's vocabulary of {d.vocab_size} tokens")
+    if ids.unique().numel() != ids.numel():
+        raise UserError(f"{where}: d2t maps two draft tokens to the same verifier token: it is not a vocabulary map")
+    if (t2d := d.tensors.get("t2d")) is not None and not torch.equal(ids.sort().values, t2d.nonzero()[:, 0]):
+        raise UserError(f"{where}: d2t and t2d disagree on which verifier tokens can be drafted")
+
+
+def _decoder(raw: dict[str, Any], where: Path, drop: set[str] = frozenset()) -> dict[str, Any]:
+    """Decoder keys in one spelling, defaults written out: head_dim, key/value heads, rope_parameters."""
+    c = {k: v for k, v in raw.items() if k not in _NOISE | drop and not k.startswith("_")}
+    for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "rms_norm_eps"):
+        if not isinstance(c.get(key), int | float):
+            raise UserError(f"{where}/config.json: {key} is missing from the decoder's configuration")
+    c.setdefault("model_type", "llama")
+    c.setdefault("num_hidden_layers", 1)
+    c["num_key_value_heads"] = c.get("num_key_value_heads") or c["num_attention_heads"]
+    c["head_dim"] = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    rope = dict(c.get("rope_parameters") or {})
+    if old := raw.get("rope_scaling"):
+        rope = {**{k: v for k, v in old.items() if k != "type"}, "rope_type": old.get("rope_type") or old.get("type")}
+    rope.setdefault("rope_type", "default")
+    if (theta := raw.get("rope_theta")) is not None:
+        rope["rope_theta"] = theta
+    if "rope_theta" not in rope:
+        raise UserError(f"{where}/config.json: no rope_theta; engines would assume 10000, say which it is")
+    if (part := c.pop("partial_rotary_factor", None)) is not None:
+        rope["partial_rotary_factor"] = part
+    c.pop("rope_theta", None), c.pop("rope_scaling", None)
+    c["rope_parameters"] = rope
+    types = c.get("layer_types")
+    if not types or set(types) == {"full_attention"}:  # the same as not saying it
+        for key in ("layer_types", "sliding_window", "max_window_layers", "use_sliding_window"):
+            c.pop(key, None)
+    return c
+
+
+def _settle(found: Any, given: Any, what: str, option: str, where: Path) -> Any:
+    """The value found in the folder or given by the caller; both must agree, one must be there."""
+    if found and given and list(found) != list(given):
+        raise UserError(f"{where} says {what} {found}, you gave {given}: leave {option} out or correct it")
+    if not found and not given:
+        raise UserError(f"{where} does not say its {what}: give {option}")
+    return found or given
+
+
+def _check_ids(ids: list[int], where: Path) -> tuple[int, ...]:
+    ok = isinstance(ids, list | tuple) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not ok or list(ids) != sorted(set(ids)) or ids[0] < 1:
+        raise UserError(
+            f"{where}: auxiliary layer ids {ids} (vLLM's convention) must be strictly ascending from 1 up; "
+            "engines return the states in ascending order whatever the order asked"
+        )
+    return tuple(ids)
+
+
+def _from_speculators(config, tensors, where: Path, layer_ids, verifier) -> Drafter:
+    raw = config.get("transformer_layer_config")
+    spec = config.get("speculators_config")
+    if not isinstance(raw, dict) or not isinstance(spec, dict):
+        raise UserError(f"{where}/config.json: transformer_layer_config and speculators_config must both be objects")
+    ids = _settle(config.get("eagle_aux_hidden_state_layer_ids"), layer_ids, "layer ids", "--layer-ids", where)
+    source = spec.get("verifier") or {}
+    methods = spec.get("proposal_methods") or [{}]
+    decoder = _decoder(raw, where)
+    return Drafter(
+        tensors={k: v for k, v in tensors.items() if k not in _SKIPPED},
+        decoder=decoder,
+        aux_layer_ids=_check_ids(ids, where),
+        draft_vocab_size=config.get("draft_vocab_size") or decoder["vocab_size"],
+        verifier=verifier or source.get("name_or_path") or "",
+        verifier_architectures=tuple(source.get("architectures") or ()),
+        speculative_tokens=methods[0].get("speculative_tokens") or 3,
+        target_hidden_size=config.get("target_hidden_size"),
+        **{flag: bool(config.get(flag, False)) for flag in NORM_FLAGS},
+    )
+
+
+def _from_sglang(config, tensors, where: Path, layer_ids, verifier) -> Drafter:
+    eagle = config.get("eagle_config") or {}
+    if not eagle.get("use_aux_hidden_state", True):
+        raise UserError(f"{where}/config.json: use_aux_hidden_state is false, which is not an EAGLE-3 drafter")
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+    ids = _settle(ids and [i + 1 for i in ids], layer_ids, "layer ids", "--layer-ids (vLLM's: SGLang's plus one)", where)
+    extra = config.get("eagle3dvc") or {}
+    decoder = _decoder(config, where, drop=_SGLANG_OWN - {"rope_theta", "rope_scaling"})
+    renamed = {re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^model\.", "", k)): v for k, v in tensors.items()}
+    name = verifier or extra.get("verifier")
+    if not name:
+        raise UserError(f"{where} does not name its verifier: give --verifier-name, the public id of the model")
+    return Drafter(
+        tensors=renamed,
+        decoder=decoder,
+        aux_layer_ids=_check_ids(ids, where),
+        draft_vocab_size=config.get("draft_vocab_size") or decoder["vocab_size"],
+        verifier=name,
+        verifier_architectures=tuple(extra.get("verifier_architectures") or ()),
+        speculative_tokens=extra.get("speculative_tokens") or 3,
+        target_hidden_size=config.get("target_hidden_size"),
+    )
+
+
+# ---------------------------------------------------------------- writing
+
+
+def looks_local(name: str) -> bool:
+    """Whether a model's name is a path of some machine rather than a public id."""
+    return (
+        not name
+        or name.startswith(("/", ".", "~", "\\"))
+        or re.match(r"^[A-Za-z]:[\\/]", name) is not None
+        or (name.count("/") > 1 or "\\" in name)
+    )
+
+
+def config_of(d: Drafter, layout: str) -> dict[str, Any]:
+    """The `config.json` of the layout."""
+    dtype = str(d.tensors["fc.weight"].dtype).removeprefix("torch.")
+    if layout == SPECULATORS:
+        decoder = {**d.decoder, "tie_word_embeddings": False, "use_cache": True}
+        if len(d.aux_layer_ids) != 3:
+            decoder["num_aux_hidden_states"] = len(d.aux_layer_ids)  # vLLM sizes fc by it
+        return {
+            "architectures": ["Eagle3DraftModel"],
+            "draft_vocab_size": d.draft_vocab_size,
+            "dtype": dtype,
+            "eagle_aux_hidden_state_layer_ids": list(d.aux_layer_ids),
+            "embed_requires_grad": False,
+            **{flag: getattr(d, flag) for flag in NORM_FLAGS},
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {
+                        "accept_tolerance": 0.0,
+                        "proposal_type": "greedy",
+                        "speculative_tokens": d.speculative_tokens,
+                        "verifier_accept_k": 1,
+                    }
+                ],
+                "verifier": {"architectures": list(d.verifier_architectures), "name_or_path": d.verifier},
+            },
+            "speculators_model_type": "eagle3",
+            "speculators_version": SPECULATORS_VERSION,
+            "target_hidden_size": d.target_hidden_size,
+            "tie_word_embeddings": False,
+            "transformer_layer_config": decoder,
+        }
+    rope = dict(d.decoder["rope_parameters"])
+    theta, part = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    return {
+        **{k: v for k, v in d.decoder.items() if k != "rope_parameters"},
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": d.draft_vocab_size,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in d.aux_layer_ids],
+            "use_aux_hidden_state": True,
+        },
+        "eagle3dvc": {  # not read by SGLang: what the way back to speculators needs
+            "speculative_tokens": d.speculative_tokens,
+            "verifier": d.verifier,
+            "verifier_architectures": list(d.verifier_architectures),
+        },
+        "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+        "rope_theta": theta,
+        **({} if part is None else {"partial_rotary_factor": part}),
+        **({} if d.target_hidden_size is None else {"target_hidden_size": d.target_hidden_size}),
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def write(d: Drafter, folder: str | Path, layout: str) -> None:
+    """Write `config.json` and `model.safetensors`; UserError for what the layout cannot represent or a local path."""
+    from safetensors.torch import save_file
+
+    from eagle3dvc.stage import write_json
+
+    folder = Path(folder)
+    if lost := unrepresentable(d, layout):
+        raise UserError(
+            f"the {layout} layout cannot represent {'; '.join(lost)}: train with train.norms = portable and the "
+            f"defaults for these, or leave {layout} out of export.layouts"
+        )
+    if looks_local(d.verifier):
+        raise UserError(
+            f"the verifier's name {d.verifier!r} is a local path, which means nothing elsewhere: "
+            "give its public id (verifier.name in params.yaml, --verifier-name)"
+        )
+    check_tensors(d, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rename = (lambda n: re.sub(r"^layers\.0\.", "midlayer.", n)) if layout == SGLANG else (lambda n: n)
+    # one metadata key: with several, safetensors' order differs between processes and so do the file's bytes
+    save_file({rename(k): v.contiguous() for k, v in d.tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner may read
+    write_json(folder / "config.json", config_of(d, layout))

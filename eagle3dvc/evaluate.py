@@ -1,0 +1,373 @@
+"""The evaluate stage: the acceptance length that serving will show, with what it is made of and how sure it is.
+
+(a) Always: the exact greedy walk over the held-out split with the exported drafter, as an engine would load it; in total, by
+position, by source, with bootstrap intervals, and beside a baseline when there is one. These are metrics: the same inputs give
+the same numbers. (b) With evaluate.engine = vllm: real speculative decoding, the engine's own counters, tokens a second with
+and without the drafter. Speeds differ from run to run, so they go to logs/evaluate.json (docs/evaluation.md).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle3dvc.drafter import layouts
+from eagle3dvc.errors import UserError
+from eagle3dvc.params import Params
+
+PLOTS = Path("plots/evaluate")
+EXPORT = "models/export"
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """The samples of a walk: indices into the cache, read one by one."""
+
+    data: Any
+    indices: np.ndarray
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in self.indices:
+            yield self.data[int(i)]
+            self.data.release(int(i))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def heldout(samples: int, hidden: str | Path, prompts: str | Path) -> Heldout:
+    """The first `samples` held-out samples that have an answer; UserError when there is none."""
+    from eagle3dvc.hidden_states.reader import HiddenStates
+
+    data = HiddenStates(hidden, prompts)
+    found = data.splits["heldout"]
+    if not len(found):
+        raise UserError(
+            f"{prompts} has no held-out samples: raise prepare.heldout_fraction or max_samples, then run `dvc repro`"
+        )
+    return Heldout(data, found[:samples])
+
+
+def as_speculators(folder: Path, scratch: Path) -> Path:
+    """The folder itself, or what is inside it, in the layout the walk loads; other layouts are converted into `scratch`."""
+    from eagle3dvc.drafter.convert import convert
+
+    candidates = [folder, folder / layouts.SPECULATORS, folder / layouts.SGLANG, folder / "best"]
+    for f in candidates:
+        if (f / "config.json").is_file():
+            if layouts.detect(layouts.read_config(f), f) == layouts.SPECULATORS:
+                return f
+            convert(f, layouts.SPECULATORS, scratch / "converted")
+            return scratch / "converted"
+    raise UserError(f"{folder} holds no drafter (looked for config.json in it, in speculators/, sglang/ and best/)")
+
+
+def baseline_folder(baseline: str, scratch: Path, repository: Path) -> Path:
+    """A drafter folder, or a git revision whose models/export is fetched from the DVC cache or remote. Raises UserError."""
+    if Path(baseline).is_dir():
+        return Path(baseline)
+    known = subprocess.run(
+        ["git", "-C", str(repository), "rev-parse", "--verify", "--quiet", f"{baseline}^{{commit}}"],
+        capture_output=True,
+        text=True,
+    )
+    if known.returncode:
+        raise UserError(f"evaluate.baseline = {baseline} is neither a folder nor a git revision of this repository")
+    out = scratch / "baseline"
+    done = subprocess.run(
+        [sys.executable, "-m", "dvc", "get", "-q", str(repository), EXPORT, "--rev", known.stdout.strip(), "-o", str(out)],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(f"evaluate.baseline = {baseline}: its {EXPORT} is in no cache or remote ({why}); run `dvc fetch` there")
+    return out
+
+
+def load_drafter(folder: Path, data: Any, verifier: str | Path):
+    """The drafter ready to walk on the states of `data`, on the GPU where there is one."""
+    import torch
+
+    from eagle3dvc.drafter import model as drafter_model
+
+    ids = layouts.read_config(folder).get("eagle_aux_hidden_state_layer_ids")
+    if ids != list(data.layer_ids[:-1]):
+        raise UserError(
+            f"{folder} reads the auxiliary layers {ids}, the hidden states hold {list(data.layer_ids[:-1])}: "
+            "it cannot be evaluated on this cache"
+        )
+    drafter = drafter_model.load(folder, verifier)
+    return drafter.to("cuda") if torch.cuda.is_available() else drafter
+
+
+def difference(new: np.ndarray, old: np.ndarray, resamples: int, seed: int) -> tuple[float, list[float]]:
+    """Difference of two acceptance lengths on the same samples and its 95 % paired bootstrap interval.
+
+    new, old: int64 [samples, 2] of drafts and accepted; the same draw of samples serves both, so what makes a sample easy or
+    hard for either cancels.
+    """
+    rng, n = np.random.default_rng(seed), len(new)
+
+    def length(counts: np.ndarray) -> float:
+        drafts, accepted = counts.sum(0)
+        return 1 + accepted / drafts if drafts else 1.0
+
+    draws = [rng.integers(0, n, n) for _ in range(resamples)]
+    spread = np.quantile([length(new[d]) - length(old[d]) for d in draws], [0.025, 0.975])
+    return length(new) - length(old), [float(x) for x in spread]
+
+
+def _rounded(x: Any) -> Any:
+    if isinstance(x, float):
+        return round(x, 6)
+    if isinstance(x, dict):
+        return {k: _rounded(v) for k, v in x.items()}
+    return [_rounded(v) for v in x] if isinstance(x, list | tuple) else x
+
+
+def on_policy(prompts: str | Path, params: Params) -> bool:
+    """Whether the answers are the verifier's own greedy output, so that the text itself is what it says next."""
+    from eagle3dvc.prompts.shards import read_manifest
+
+    return read_manifest(prompts).get("responses") == "verifier" and params.prepare.temperature == 0
+
+
+def build(
+    params: Params,
+    log: dict,
+    drafter: str | Path = EXPORT,
+    hidden: str | Path = "data/hidden_states",
+    prompts: str | Path = "data/prompts",
+    verifier: str | Path = "data/verifier",
+    plots: str | Path = PLOTS,
+) -> dict[str, Any]:
+    """The metrics of the stage; writes the plots; `log["engine"]` where an engine ran. Raises UserError."""
+    from eagle3dvc.drafter.acceptance import walk
+    from eagle3dvc.stage import root
+    from eagle3dvc.verifier import load_head
+
+    e = params.evaluate
+    samples, head, own = heldout(e.samples, hidden, prompts), load_head(verifier), on_policy(prompts, params)
+    with tempfile.TemporaryDirectory(prefix="eagle3dvc-") as scratch_:
+        scratch = Path(scratch_)
+        folder = as_speculators(Path(drafter), scratch / "drafter")
+        model = load_drafter(folder, samples.data, verifier)
+        result = walk(model, head, samples, e.draft_tokens, own)
+        metrics = report(result, params, len(samples), own)
+        sweep = {}
+        for k in sorted(set(e.sweep_draft_tokens) - {e.draft_tokens}):
+            sweep[k] = walk(model, head, samples, k, own).acceptance_length
+        if sweep:
+            sweep[e.draft_tokens] = result.acceptance_length
+            metrics["by_draft_tokens"] = {str(k): _rounded(sweep[k]) for k in sorted(sweep)}
+        del model
+        if e.baseline:
+            other = as_speculators(baseline_folder(e.baseline, scratch, root()), scratch / "other")
+            before = walk(load_drafter(other, samples.data, verifier), head, samples, e.draft_tokens, own)
+            change, interval = difference(result.per_sample, before.per_sample, e.bootstrap, params.seed)
+            metrics["baseline"] = _rounded(
+                {
+                    "acceptance_length": before.acceptance_length,
+                    "acceptance_by_position": before.rate_by_position,
+                    "difference": change,
+                    "difference_ci95": interval,
+                }
+            )
+        write_plots(result, Path(plots))
+        if e.engine == "vllm":
+            log["engine"] = run_engine(params, folder, samples, verifier)
+    return metrics
+
+
+def report(result: Any, params: Params, samples: int, own: bool) -> dict[str, Any]:
+    """Counters of one walk as metrics."""
+    return _rounded(
+        {
+            "acceptance_length": result.acceptance_length,
+            "acceptance_length_ci95": list(result.interval(params.evaluate.bootstrap, seed=params.seed)),
+            "acceptance_by_position": result.rate_by_position,
+            "draft_tokens": params.evaluate.draft_tokens,
+            "drafts": result.drafts,
+            "accepted": result.accepted,
+            "samples": samples,
+            "greedy_agreement": result.agreement,
+            "on_policy": own,
+            "by_source": {
+                s: {**{k: v for k, v in row.items() if k != "by_position"}, "acceptance_by_position": _rates(row)}
+                for s, row in result.by_source.items()
+            },
+        }
+    )
+
+
+def _rates(row: dict[str, Any]) -> list[float]:
+    return [n / row["drafts"] if row["drafts"] else 0.0 for n in row["by_position"]]
+
+
+def write_plots(result: Any, folder: Path) -> None:
+    """`by_position.csv` (source, position, accepted) and `by_source.csv` (source, acceptance_length) for `dvc plots`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with open(folder / "by_position.csv", "w", newline="", encoding="utf-8") as f:
+        out = csv.writer(f)
+        out.writerow(["source", "position", "accepted"])
+        rows = [("all", result.rate_by_position), *((s, _rates(row)) for s, row in result.by_source.items())]
+        out.writerows([s, j, round(r, 6)] for s, rates in rows for j, r in enumerate(rates, 1))
+    with open(folder / "by_source.csv", "w", newline="", encoding="utf-8") as f:
+        out = csv.writer(f)
+        out.writerow(["source", "acceptance_length"])
+        out.writerows([s, round(row["acceptance_length"], 6)] for s, row in result.by_source.items())
+
+
+# ---------------------------------------------------------------- real speculative decoding
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    group: str  # source, or source/category where the row has one
+
+
+def heldout_prompts(samples: Heldout, limit: int) -> list[Prompt]:
+    """Each held-out sample up to its first answer."""
+    found = []
+    for item in samples:
+        answer = np.flatnonzero(np.asarray(item.loss_mask))
+        if len(answer) and answer[0] > 0 and answer[0] <= limit:
+            found.append(Prompt(item.token_ids[: answer[0]].tolist(), item.source))
+    return found
+
+
+def file_prompts(params: Params, verifier: str | Path, per_file: int) -> list[Prompt]:
+    """First questions of the rows of evaluate.prompts, rendered as prepare renders them; groups are file/category."""
+    from eagle3dvc.params import Source
+    from eagle3dvc.prompts.conversations import from_row
+    from eagle3dvc.prompts.render import load_renderer
+    from eagle3dvc.prompts.sources import open_sources
+
+    renderer = load_renderer(params, verifier)
+    asked = params.prepare.model_copy(update={"sources": [Source(path=p) for p in params.evaluate.prompts]})
+    found = []
+    for source in open_sources(params.model_copy(update={"prepare": asked})):
+        for n, row in enumerate(source.rows()):
+            if n == per_file:
+                break
+            conversation = from_row(row, params.prepare.system_prompt)
+            if conversation.messages is None:
+                raise UserError(f"evaluate.prompts: {row.where} is pre-tokenised; give questions as text")
+            roles = [m["role"] for m in conversation.messages]
+            end = roles.index("assistant") if "assistant" in roles else len(roles)
+            ids = renderer.prompt_ids(conversation.messages[:end], conversation.tools)
+            category = row.data.get("category") if isinstance(row.data, dict) else None
+            found.append(Prompt(list(ids), f"{source.name}/{category}" if category else source.name))
+    return found
+
+
+def stop_tokens(folder: str | Path) -> list[int]:
+    """End-of-answer tokens of the verifier: generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        if path.is_file() and (ids := json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) is not None:
+            return sorted({ids} if isinstance(ids, int) else set(ids))
+    raise UserError(f"{folder} names no eos_token_id: an answer would never end; add it to generation_config.json")
+
+
+def run_engine(params: Params, drafter: Path, samples: Heldout, verifier: str | Path) -> dict[str, Any]:
+    """Speculative decoding in vLLM, with and without the drafter on the same settings. Returns what goes to the log.
+
+    Draft-token counts are those of evaluate.draft_tokens and sweep_draft_tokens, one engine each, plus one without a drafter.
+    """
+    from eagle3dvc import serving
+    from eagle3dvc.stage import root
+    from eagle3dvc.verifier import load_info, model_path
+
+    e, x = params.evaluate, params.extract
+    room = params.prepare.max_length
+    prompts = file_prompts(params, verifier, e.samples) if e.prompts else heldout_prompts(samples, room)
+    if not prompts:
+        raise UserError("there is no prompt to decode: give evaluate.prompts, or held-out samples with an answer")
+    info = load_info(verifier)
+    args = {
+        "trust_remote_code": params.verifier.trust_remote_code,
+        "quantization": x.quantization,
+        "kv_cache_dtype": x.kv_cache_dtype,
+        "tensor_parallel_size": x.tensor_parallel_size,
+        "enable_expert_parallel": x.enable_expert_parallel,
+        "gpu_memory_utilization": x.gpu_memory_utilization,
+        "enforce_eager": x.enforce_eager,
+        "skip_tokenizer_init": True,
+        **x.engine_args,
+    }
+    base = {
+        "prompts": [p.token_ids for p in prompts],
+        "groups": [p.group for p in prompts],
+        "max_new_tokens": e.max_new_tokens,
+        "model": model_path(params, info),
+        "stop_token_ids": stop_tokens(verifier),
+        "batch_sizes": e.batch_sizes,
+        "dtype": x.dtype,
+        "engine_args": args,
+        "env": x.env,
+    }
+    logs = root() / "logs"
+    plain = serving.measure(serving.Spec(**base), logs / "evaluate-plain.log")
+    found: dict[int, serving.Result] = {}
+    for k in sorted({e.draft_tokens, *e.sweep_draft_tokens}):
+        spec = serving.Spec(**base, drafter=str(drafter), draft_tokens=k)
+        found[k] = serving.measure(spec, logs / f"evaluate-draft{k}.log")
+    return compare(plain, found, e.draft_tokens, x.dtype)
+
+
+def compare(plain: Any, found: dict[int, Any], draft_tokens: int, dtype: str) -> dict[str, Any]:
+    """One engine's figures with and without a drafter. plain: serving.Result without; found: by number of draft tokens."""
+    main = found[draft_tokens]
+    first, base = main.runs[0], plain.runs[0]
+    same = sum(a == b for a, b in zip(main.outputs, plain.outputs, strict=True))
+    table = [
+        {
+            "draft_tokens": k,
+            "batch_size": run["batch_size"],
+            "acceptance_length": round(result.acceptance_length(i), 4),
+            "acceptance_by_position": _engine_rates(result.counters(i)),
+            "tokens_per_second": run["tokens_per_second"],
+            "baseline_tokens_per_second": plain.runs[i]["tokens_per_second"],
+            "speedup": round(run["tokens_per_second"] / plain.runs[i]["tokens_per_second"], 4),
+        }
+        for k, result in sorted(found.items())
+        for i, run in enumerate(result.runs)
+    ]
+    return {
+        "name": "vllm",
+        "version": main.version,
+        "dtype": dtype,
+        "acceptance_length": round(main.acceptance_length(), 4),
+        "counters": main.counters(),
+        "tokens_per_second": first["tokens_per_second"],
+        "baseline_tokens_per_second": base["tokens_per_second"],
+        "speedup": round(first["tokens_per_second"] / base["tokens_per_second"], 4),
+        "batch_size": first["batch_size"],
+        "draft_tokens": draft_tokens,
+        "prompts": len(main.outputs),
+        "identical_outputs": same,
+        "by_group": {
+            g: {**c, "acceptance_length": round(1 + c["accepted"] / c["drafts"], 4) if c["drafts"] else 1.0}
+            for g, c in first["groups"].items()
+        },
+        "table": table,
+        "seconds_load": main.seconds_load,
+    }
+
+
+def _engine_rates(counters: dict[str, Any]) -> list[float]:
+    return [round(n / counters["drafts"], 4) if counters["drafts"] else 0.0 for n in counters["by_position"]]
