@@ -32,7 +32,9 @@ def find(name: str, folder: Path = FOLDER) -> Path:
         return Path(name)
     near = difflib.get_close_matches(name, found, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"no profile {name!r}: {hint}give one of {', '.join(found) or '(none in ' + str(folder) + ')'} or a YAML file")
+    raise UserError(
+        f"no profile {name!r}: {hint}give one of {', '.join(found) or '(none in ' + str(folder) + ')'} or a YAML file"
+    )
 
 
 def summary(path: Path) -> str:
@@ -48,6 +50,7 @@ def _yaml():
     yaml.preserve_quotes = True
     yaml.width = 4096  # never fold a long line of the user's
     yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
     return yaml
 
 
@@ -65,50 +68,36 @@ def _read(path: Path) -> Any:
     return data
 
 
-def _trailing(node: Any) -> list | None:
-    """The comment token after the last leaf of a node: ruamel hangs the comments before the NEXT key there."""
-    while isinstance(node, dict | list) and node:
-        last = next(reversed(node)) if isinstance(node, dict) else len(node) - 1
-        if (token := getattr(node, "ca", None) and node.ca.items.get(last)) and not isinstance(node[last], dict | list):
-            return token
-        node = node[last]
-    return None
+def _last_leaf(node: Any, key: Any) -> tuple[Any, Any]:
+    """The block and key of the last leaf under node[key]: ruamel hangs the comments that stand before the NEXT key there."""
+    while isinstance(value := node[key], dict | list) and value and not value.fa.flow_style():
+        node, key = value, next(reversed(value)) if isinstance(value, dict) else len(value) - 1
+    return node, key
+
+
+def _comment(node: Any, key: Any) -> Any:
+    """The token of the comments after a leaf, or None: slot 2 of a mapping's entry, slot 0 of a sequence's."""
+    entry = node.ca.items.get(key)
+    return entry[2 if isinstance(node, dict) else 0] if entry else None
 
 
 def _replace(mapping: Any, key: str, new: Any) -> None:
     """Set mapping[key] = new, and keep the comments that the old value's last leaf carried for the next key."""
-    from ruamel.yaml.comments import CommentedMap, CommentedSeq
-
-    old = mapping.get(key)
-    token = _trailing(old) if isinstance(old, dict | list) else None
-    mapping[key] = copy.deepcopy(new)
-    if token is None:
-        return
-    text = "".join(t.value for t in _flat(token))
-    text = text if "\n" in text else ""
-    _, _, after = text.partition("\n")  # what stands on the old leaf's own line went with it
-    if not after.strip():
-        return
-    node, last = mapping, key
-    while isinstance(node[last], CommentedMap | CommentedSeq) and node[last]:
-        node, last = node[last], (next(reversed(node[last])) if isinstance(node[last], CommentedMap) else len(node[last]) - 1)
     from ruamel.yaml.error import CommentMark
     from ruamel.yaml.tokens import CommentToken
 
-    slot = 2 if isinstance(node, CommentedMap) else 0
-    items = node.ca.items.setdefault(last, [None, None, None, None] if slot == 2 else [None, None])
-    own = items[slot].value.rstrip("\n") if items[slot] is not None else ""
-    items[slot] = CommentToken(f"{own}\n{after}", CommentMark(0), None)
-
-
-def _flat(token: list) -> list:
-    found = []
-    for part in token:
-        if isinstance(part, list):
-            found += _flat(part)
-        elif part is not None:
-            found.append(part)
-    return found
+    kept = ""
+    if key in mapping and (token := _comment(*_last_leaf(mapping, key))) is not None:
+        own, _, kept = token.value.partition("\n")  # a comment on the old leaf's own line goes with it
+        token.value = f"{own}\n"
+    mapping[key] = copy.deepcopy(new)
+    if not kept:
+        return
+    node, leaf = _last_leaf(mapping, key)
+    token = _comment(node, leaf)
+    own = token.value.partition("\n")[0] if token is not None else ""
+    slots = node.ca.items.setdefault(leaf, [None, None, None, None] if isinstance(node, dict) else [None, None])
+    slots[2 if isinstance(node, dict) else 0] = CommentToken(f"{own}\n{kept}", CommentMark(0), None)
 
 
 def merge(base: Any, overlay: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
@@ -117,7 +106,7 @@ def merge(base: Any, overlay: Any, where: str = "") -> dict[str, tuple[Any, Any]
     for key, new in overlay.items():
         dotted = f"{where}{key}"
         old = base.get(key)
-        if isinstance(new, dict) and isinstance(old, dict) and new:
+        if isinstance(new, dict) and isinstance(old, dict) and new and old:
             changed |= merge(old, new, f"{dotted}.")
         elif key not in base or old != new:
             _replace(base, key, new)

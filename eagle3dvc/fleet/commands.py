@@ -123,13 +123,13 @@ def doctor(
         _print_json([line.as_dict() for line in lines])
     else:
         for line in lines:
-            typer.echo(line.text())
+            typer.echo(str(line))
     if any(line.level == "failure" for line in lines):
         raise typer.Exit(1)
 
 
 def node(
-    stage: Annotated[str, typer.Option(help="The stage this node will run.")] = "extract",
+    stage: Annotated[str | None, typer.Option(help="Make ready for this stage only; default: all that changed.")] = None,
     json: Json = False,
 ) -> None:
     """Make this machine ready for a stage: doctor, pull what the stage reads, print the next command."""

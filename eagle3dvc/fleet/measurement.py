@@ -384,7 +384,9 @@ def _train(runs: list[dict], now: dict, params, logs: Path) -> Train:
     """Steps at the measured rate; what else the stage took is outside, and grows or not (see _growth)."""
     where = logs / "train.json"
     rate = _required(runs[-1], "steps_per_second", where)
-    outside = [(n, max(0.0, s - n / r["steps_per_second"])) for r in runs for n, s in _points([r], "steps", r.get("metrics") or now)]
+    outside = [
+        (n, max(0.0, s - n / r["steps_per_second"])) for r in runs for n, s in _points([r], "steps", r.get("metrics") or now)
+    ]
     seconds, share = _growth(outside)
     return Train(
         steps=int(_required(now, "steps", logs.parent / "metrics" / "train.json")),

@@ -396,9 +396,7 @@ def serving(s: Serving, source: Hardware, target: Hardware, acceptance_length: R
     step = 1.0 / s.baseline_tokens_per_second
     allreduce = Range.of(step * s.allreduce_share) * ratios.latency
     rest = step * (1 - s.allreduce_share)
-    ends = [
-        floor + (rest - floor) * ratios.memory.middle for floor in (min(f, rest) for f in s.kernel_floor_seconds.pair())
-    ]
+    ends = [floor + (rest - floor) * ratios.memory.middle for floor in (min(f, rest) for f in s.kernel_floor_seconds.pair())]
     on_target = allreduce + Range(min(ends), max(ends))
     round_cost = s.verify_cost + s.draft_cost * s.draft_tokens
     accepted = acceptance_length or s.acceptance_length
