@@ -1,0 +1,467 @@
+"""The train stage: from data/hidden_states, data/prompts and data/verifier to models/drafter.
+
+    models/drafter/best/    the checkpoint with the best acceptance length on the held-out samples (speculators layout, float32)
+    models/drafter/last/    the weights after the last step
+    models/drafter/vocab.safetensors, training.json
+    metrics/train_curves/   curves for `dvc plots`
+
+Everything resumable lies outside the outputs, see checkpoints.py. Several processes run this same module under torchrun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from eagle3dvc import stage
+from eagle3dvc import verifier as verifier_module
+from eagle3dvc.drafter import checkpoints, guards, model, vocab
+from eagle3dvc.drafter.curves import CurvesHandler
+from eagle3dvc.drafter.data import Plan, survey, usable
+from eagle3dvc.errors import UserError
+from eagle3dvc.hidden_states.reader import HiddenStates
+from eagle3dvc.params import Params
+
+FORMAT = 1
+CURVES = "metrics/train_curves"
+# parameters that change how a run is carried out, not what it gives: they do not name another run
+HOW = {"gpus", "num_workers", "checkpoint_every", "verify_checksums", "loggers", "fsdp", "gradient_checkpointing", "compile"}
+HOW |= {"attention"}
+
+
+def build(
+    params: Params,
+    out: str | Path = "models/drafter",
+    hidden: str | Path = "data/hidden_states",
+    prompts: str | Path = "data/prompts",
+    verifier: str | Path = "data/verifier",
+    log: Any = None,
+    curves: str | Path = CURVES,
+) -> dict[str, Any]:
+    """Train a drafter and write it to `out` (whole or not at all); returns the stage's metrics and fills `log`.
+
+    Starts torchrun where train.gpus asks for several; continues an interrupted run of the same inputs. Raises UserError, and
+    stage.Interrupted after a signal.
+    """
+    guards.check_version()
+    log = {} if log is None else log
+    paths = {"out": str(out), "hidden": str(hidden), "prompts": str(prompts), "verifier": str(verifier), "curves": str(curves)}
+    processes = 1 if "LOCAL_RANK" in os.environ else gpus(params)
+    if processes > 1:
+        return torchrun(params, paths, processes, log)
+    with guards.process_group() as (rank, world):
+        return _train(params, paths, rank, world, log)
+
+
+def gpus(params: Params) -> int:
+    """How many processes to train with; raises UserError where train.gpus asks for what is not there or cannot share a step."""
+    there, wanted = torch.cuda.device_count(), params.train.gpus
+    batches = params.train.gradient_accumulation_steps
+    if wanted == "auto":
+        usable_gpus = max((n for n in range(1, max(there, 1) + 1) if batches % n == 0), default=1)
+        if usable_gpus < there:
+            print(
+                f"train: using {usable_gpus} of {there} GPUs, since train.gradient_accumulation_steps = {batches} micro-batches a "
+                f"step cannot be shared by more: set it to a multiple of {there} to use them all",
+                flush=True,
+            )
+        return usable_gpus
+    if wanted > max(there, 1):
+        raise UserError(
+            f"train.gpus = {wanted}, but this machine has {there} GPUs: set train.gpus to auto or at most {max(there, 1)}"
+        )
+    if batches % wanted:
+        raise UserError(
+            f"train.gradient_accumulation_steps = {batches} micro-batches a step cannot be shared by train.gpus = {wanted}: set it "
+            f"to a multiple of {wanted}"
+        )
+    return wanted
+
+
+def torchrun(params: Params, paths: dict[str, str], processes: int, log: Any) -> dict[str, Any]:
+    """Run :func:`build` in `processes` processes of this machine; signals are passed on. Raises what rank 0 reported."""
+    job = stage.work_dir("train") / f"job-{os.getpid()}"
+    job.mkdir()
+    try:
+        stage.write_json(job / "job.json", {"params": params.model_dump(mode="json"), "paths": paths})
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        child = subprocess.Popen([*command, "-m", "eagle3dvc.drafter.train", str(job)])
+        try:
+            code = child.wait()
+        except BaseException:  # a signal for the stage: the processes save and end
+            child.send_signal(signal.SIGTERM)
+            child.wait()
+            raise
+        result = job / "result.json"
+        found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {"error": None}
+        if "error" in found:
+            raise UserError(found["error"] or f"torchrun ended with status {code} (its output is above)")
+        log.update(found["log"])
+        return found["metrics"]
+    finally:
+        shutil.rmtree(job, ignore_errors=True)
+
+
+def main() -> None:
+    """One process of a run of several: `python -m eagle3dvc.drafter.train JOB` under torchrun."""
+    from eagle3dvc import params as params_module
+
+    signal.signal(signal.SIGTERM, stage._on_signal)
+    folder = Path(sys.argv[1])
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    log: dict[str, Any] = {}
+    first = os.environ["RANK"] == "0"
+    try:
+        metrics = build(params_module.parse(job["params"]), log=log, **job["paths"])
+        if first:
+            stage.write_json(folder / "result.json", {"metrics": metrics, "log": log})
+    except BaseException as e:
+        if first and (text := stage.sentence(e)) is not None:
+            stage.write_json(folder / "result.json", {"error": text})
+        if isinstance(e, (UserError, stage.Interrupted)):
+            raise SystemExit(128 + e.signum if isinstance(e, stage.Interrupted) else 1) from None
+        raise
+
+
+@dataclass
+class Inputs:
+    """All that a run is made from."""
+
+    info: Any
+    head: Any
+    data: HiddenStates
+    layer_ids: list[int]
+    found: Any
+    train: Any
+    heldout: Any
+    vocab: vocab.DraftVocab
+    warm: Path | None
+    on_policy: bool
+    digest: str
+
+
+def _inputs(params: Params, paths: dict[str, str]) -> Inputs:
+    t = params.train
+    info = verifier_module.load_info(paths["verifier"])
+    data = HiddenStates(paths["hidden"], paths["prompts"], verify=t.verify_checksums)
+    if data.identity != info.identity:
+        raise UserError(
+            f"{paths['hidden']} holds states of verifier {data.identity}, {paths['verifier']} is {info.identity}: run `dvc repro`"
+        )
+    layer_ids = verifier_module.layer_ids(info, params)
+    if data.layer_ids != layer_ids:
+        raise UserError(
+            f"{paths['hidden']} holds the states of layers {data.layer_ids}, the parameters ask for {layer_ids} "
+            "(extract.aux_layer_ids and, last, the verifier's layer count): run `dvc repro`"
+        )
+    head = verifier_module.load_head(paths["verifier"])
+    found = survey(paths["prompts"], info.vocab_size, t.ttt_steps)
+    train = usable(data, found, "train", t.tokens_per_batch)
+    heldout = usable(data, found, "heldout", max(t.tokens_per_batch, int(data.lengths.max(initial=1))))[: t.eval_samples]
+    for name, indices, key in (("training", train, "max_samples"), ("validation", heldout, "prepare.heldout_fraction")):
+        if not len(indices):
+            raise UserError(
+                f"the {name} split has no sample with a token to learn ({paths['prompts']}): raise {key} (now "
+                f"{params.max_samples if key == 'max_samples' else params.prepare.heldout_fraction}) or max_samples"
+            )
+    warm = warm_folder(t.warm_start) if t.warm_start else None
+    if warm is not None:
+        raw, tensors = model.read_checkpoint(warm)
+        draft_vocab = model.vocab_of(tensors, raw, warm)
+        if draft_vocab.size != t.draft_vocab_size:
+            raise UserError(
+                f"train.warm_start {warm} has a draft vocabulary of {draft_vocab.size}, train.draft_vocab_size is "
+                f"{t.draft_vocab_size}: a warm start keeps the checkpoint's vocabulary, set train.draft_vocab_size to {draft_vocab.size}"
+            )
+    else:
+        counts = found.counts["train"]
+        draft_vocab = vocab.choose(counts, t.draft_vocab_size, vocab.required_ids(paths["verifier"], counts))
+    on_policy = params.prepare.responses == "verifier" and params.prepare.temperature == 0
+    digest = _digest(params, paths, info, warm, on_policy)
+    return Inputs(info, head, data, layer_ids, found, train, heldout, draft_vocab, warm, on_policy, digest)
+
+
+def _digest(params: Params, paths: dict[str, str], info: Any, warm: Path | None, on_policy: bool) -> str:
+    """32 hex digits that name a run by all that its result depends on."""
+
+    def content(folder: Path, pattern: str) -> str:
+        h = xxhash.xxh3_128()
+        for file in sorted(folder.glob(pattern)):
+            h.update(file.name.encode() + b"\0")
+            with open(file, "rb") as f:
+                while chunk := f.read(1 << 22):
+                    h.update(chunk)
+        return h.hexdigest()
+
+    what = {
+        "format": FORMAT,
+        "speculators": version("speculators"),
+        "seed": params.seed,
+        "train": {k: v for k, v in params.train.model_dump(mode="json").items() if k not in HOW},
+        "on_policy": on_policy,
+        "verifier": info.identity,
+        "states": sorted(f.name for f in Path(paths["hidden"]).glob("*.safetensors")),  # names end in content keys
+        "prompts": content(Path(paths["prompts"]), "*.parquet"),
+        "warm": content(warm, "*.safetensors") if warm else None,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def warm_folder(where: str) -> Path:
+    """The checkpoint folder (speculators layout) that train.warm_start names: a folder of that layout or of EAGLE's, the
+    models/drafter of another checkout, or a git revision of this one. Raises UserError."""
+    path = Path(where)
+    if not path.is_dir():
+        path = _from_revision(where)
+    if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
+        path = path / "best"
+    raw = path / "config.json"
+    if not raw.is_file():
+        raise UserError(f"train.warm_start = {where}: {path} has no config.json, it is not a drafter checkpoint")
+    if json.loads(raw.read_text(encoding="utf-8")).get("speculators_model_type") == model.ALGORITHM:
+        return path
+    from eagle3dvc.drafter.convert import convert
+
+    out = stage.work_dir("train-warm") / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    shutil.rmtree(out, ignore_errors=True)
+    convert(path, "speculators", out)
+    return out
+
+
+def _from_revision(revision: str) -> Path:
+    repo = str(stage.root())
+    ask = ["git", "-C", repo, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
+    commit = subprocess.run(ask, capture_output=True, text=True)
+    if commit.returncode:
+        raise UserError(f"train.warm_start = {revision} is neither a folder nor a git revision of this repository")
+    out = stage.work_dir("train-warm") / commit.stdout.strip()
+    if not out.exists():
+        get = [sys.executable, "-m", "dvc", "get", repo, "models/drafter", "--rev", commit.stdout.strip(), "-o", f"{out}.part"]
+        shutil.rmtree(f"{out}.part", ignore_errors=True)
+        done = subprocess.run(get, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise UserError(f"train.warm_start = {revision}: models/drafter of that revision cannot be read ({reason})")
+        os.rename(f"{out}.part", out)
+    return out
+
+
+def _warm(draft: Any, folder: Path) -> None:
+    """Put a checkpoint's weights into the drafter; raises UserError where the two would compute different things."""
+    raw, tensors = model.read_checkpoint(folder)
+    own = json.loads(json.dumps(draft.config.to_dict()))
+    theirs, ours = raw["transformer_layer_config"], draft.config.transformer_layer_config.to_dict()
+    for key in model.SAME_FUNCTION:
+        if (raw.get(key) or False) != (own.get(key) or False):
+            raise UserError(
+                f"train.warm_start {folder} has {key} = {raw.get(key)}, this run has {own.get(key)}: use its setting"
+            )
+    for key in model.SAME_LAYER:
+        if key in theirs and json.loads(json.dumps(theirs[key])) != json.loads(json.dumps(ours.get(key))):
+            raise UserError(
+                f"train.warm_start {folder} has {key} = {theirs[key]}, this run has {ours.get(key)}: set it in train.draft_config"
+            )
+    with torch.no_grad():
+        model.put_weights(draft, tensors, folder)
+
+
+def _attention(train: Any, device: torch.device) -> str:
+    if train.attention == "auto":
+        return "simple_flex_attention" if device.type == "cuda" and train.compile else "sdpa"
+    if train.attention == "flex_attention":
+        if device.type != "cuda" or not train.compile:
+            raise UserError("train.attention = flex_attention needs a GPU and train.compile: use auto, sdpa or eager")
+        return "simple_flex_attention"
+    return train.attention
+
+
+def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkpoints.Store, on_history: Any):
+    """The model and the trainer of this process."""
+    from speculators.losses import resolve_loss_config
+    from speculators.train.trainer import TrainerConfig
+
+    from eagle3dvc.drafter.trainer import DrafterTrainer, Settings
+
+    t = params.train
+    torch.manual_seed(params.seed)
+    draft = model.instantiate(
+        model.draft_config(inputs.info, t, inputs.layer_ids), inputs.head, inputs.vocab, _attention(t, device)
+    )
+    if inputs.warm is not None:
+        _warm(draft, inputs.warm)
+    draft.lm_head.weight.requires_grad_(t.train_lm_head)
+    plan = Plan(
+        inputs.train, inputs.data.lengths[inputs.train], inputs.found.targets[inputs.train], t.tokens_per_batch, params.seed
+    )
+    per_epoch = max(1, round(len(plan) / t.gradient_accumulation_steps))
+    steps = t.max_steps or t.epochs * per_epoch
+    compiled = device.type == "cuda" and t.compile
+    if device.type == "cuda":  # the library compiles its forward wherever there is a GPU
+        torch.compiler.set_stance("default" if compiled else "force_eager")
+    try:
+        loss = resolve_loss_config(t.loss, guards.loss_implementation(device, compiled))
+    except ValueError as e:
+        raise UserError(f"train.loss = {t.loss!r}: {e}") from None
+    call = {"ttt_steps": t.ttt_steps, "ttt_step_loss_decay": t.ttt_step_loss_decay, "loss_config": loss}
+    config = TrainerConfig(
+        lr=t.learning_rate,
+        num_epochs=t.epochs,
+        save_path=str(store.folder),
+        train_call_kwargs=call,
+        val_call_kwargs=call,
+        optimizer=t.optimizer,
+        weight_decay=t.weight_decay,
+        muon_lr=t.muon_learning_rate,
+        muon_weight_decay=t.weight_decay,
+        scheduler_type=t.scheduler,
+        scheduler_warmup_steps=int(t.warmup_fraction * steps),
+        scheduler_total_steps=steps,
+        hidden_states_dtype=torch.bfloat16 if t.precision == "bfloat16" else torch.float32,
+        fsdp_shard=t.fsdp,
+        gradient_checkpointing=t.gradient_checkpointing,
+        max_steps=steps,
+    )
+    settings = Settings(
+        steps=steps,
+        accumulation=t.gradient_accumulation_steps,
+        ttt_steps=t.ttt_steps,
+        max_grad_norm=t.max_grad_norm,
+        eval_every=t.eval_every or max(1, steps // 10),
+        checkpoint_every=t.checkpoint_every,
+        log_every=max(1, steps // 200),
+        patience=t.early_stop_patience,
+        on_policy=inputs.on_policy,
+        bfloat16=t.precision == "bfloat16",
+        workers=t.num_workers if t.num_workers or device.type == "cpu" else 2,
+        tokens_per_batch=t.tokens_per_batch,
+    )
+
+    def heldout(part: int, parts: int) -> Iterator[Any]:
+        for i in islice(inputs.heldout.tolist(), part, None, parts):
+            yield inputs.data[i]
+            inputs.data.release(i)
+
+    return DrafterTrainer(
+        draft,
+        config,
+        settings=settings,
+        data=inputs.data,
+        plan=plan,
+        heldout=heldout,
+        head=inputs.head,
+        store=store,
+        device=device,
+        on_history=on_history,
+    )
+
+
+def _train(params: Params, paths: dict[str, str], rank: int, world: int, log: Any) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    inputs = _inputs(params, paths)
+    folder = stage.work_dir("train") / inputs.digest
+    store = checkpoints.Store(folder)
+    handler = CurvesHandler(paths["curves"])
+    logger = logging.getLogger("speculators.metrics")
+    others = [name for name in params.train.loggers if name != "dvclive"]
+    if others:
+        from speculators.train.logger import setup_metric_logger
+
+        setup_metric_logger(others, run_name=inputs.digest[:12], output_dir=str(stage.root() / "logs" / "train"))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    show = rank == 0 and "dvclive" in params.train.loggers
+    if show:
+        logger.addHandler(handler)
+    try:
+        trainer = _trainer(params, inputs, device, store, handler.restart if show else lambda rows: None)
+        trainer.run_training()
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+    metrics = _finish(params, paths, inputs, trainer) if rank == 0 else {}
+    if rank == 0:
+        store.finish()
+        checkpoints.remove_finished(folder.parent, folder)
+    c = trainer.clock
+    log["processes"] = world
+    log["steps_computed"] = c.steps
+    if c.seconds:
+        log["seconds"] = round(c.seconds, 3)
+        log["steps_per_second"] = round(c.steps / c.seconds, 3)
+        log["tokens_per_second"] = round(c.tokens * world / c.seconds, 1)
+        log["data_wait_fraction"] = round(c.wait / c.seconds, 5)
+    if device.type == "cuda":
+        log["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    else:
+        import resource
+
+        log["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return metrics
+
+
+def _finish(params: Params, paths: dict[str, str], inputs: Inputs, trainer: Any) -> dict[str, Any]:
+    """Write models/drafter beside and rename it; returns the metrics."""
+    history = trainer.history
+    best = next(r["heldout"] for r in history if r["step"] == trainer.best_step and "heldout" in r)
+    losses = [r["train"]["loss"] for r in history if "train" in r]
+    metrics = {
+        "steps": trainer.global_step,
+        "best_step": trainer.best_step,
+        "acceptance_length": best["acceptance_length"],
+        "heldout_loss": best["loss"],
+        "train_loss": losses[-1] if losses else None,
+        "train_samples": len(inputs.train),
+        "heldout_samples": len(inputs.heldout),
+        "supervised_tokens": int(inputs.found.counts["train"].sum()),
+        "draft_vocab_size": inputs.vocab.size,
+        "draft_vocab_coverage": inputs.vocab.coverage(inputs.found.counts["train"]),
+        "draft_vocab_coverage_heldout": inputs.vocab.coverage(inputs.found.counts["heldout"]),
+    }
+    out = Path(paths["out"])
+    tmp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    try:
+        draft = trainer.raw_model
+        model.save(draft, tmp / "best", trainer.store.load_best(trainer.best_step))
+        model.save(draft, tmp / "last", trainer.final)
+        inputs.vocab.save(tmp / "vocab.safetensors")
+        record = {
+            "format": FORMAT,
+            "settings": {k: v for k, v in params.train.model_dump(mode="json").items() if k not in HOW},
+            "seed": params.seed,
+            "verifier": {"name": inputs.info.name, "revision": inputs.info.revision, "identity": inputs.info.identity},
+            "layer_ids": inputs.layer_ids,
+            "on_policy": inputs.on_policy,
+            "run": inputs.digest,
+            "versions": {"speculators": version("speculators")},
+            "metrics": metrics,
+            "history": history,
+        }
+        stage.write_json(tmp / "training.json", record)
+        if out.exists():
+            shutil.rmtree(out)
+        os.rename(tmp, out)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
