@@ -4,7 +4,7 @@ from eagle3dvc import prompts, stage
 
 
 def main(params, log):
-    return prompts.build(params, "data/verifier", "data/prompts")
+    return prompts.build(params, "data/verifier", "data/prompts", log=log)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,12 @@ class VllmEngine:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("DO_NOT_TRACK", "1")
+        if not torch.cuda.is_available() and params.extract.tensor_parallel_size > 1:
+            # vLLM wants a NUMA node a rank; where there are fewer, the ranks share the processors out.
+            cpus = sorted(os.sched_getaffinity(0))
+            n = params.extract.tensor_parallel_size
+            shares = [cpus[i * len(cpus) // n : (i + 1) * len(cpus) // n] or cpus for i in range(n)]
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, s)) for s in shares))
         if text := vllm_compat.notice(VERSION):
             print(f"note: {text}", file=sys.stderr, flush=True)
         self.layer_ids, self.info = list(layer_ids), info
@@ -471,8 +477,10 @@ def _messages(e: BaseException | None) -> list[str]:
     """First lines of an exception and its causes, innermost first."""
     found = []
     while e is not None:
-        text = str(e).strip()
-        found.append(f"{type(e).__name__}: {text.splitlines()[0]}" if text else type(e).__name__)
+        lines = [line.strip() for line in str(e).strip().splitlines()]
+        if lines and "validation error" in lines[0]:  # pydantic says what is wrong in the second line
+            lines = [" ".join(lines[:3]).partition(" [type=")[0]]
+        found.append(f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__)
         e = e.__cause__ or e.__context__
     return found[::-1]
 

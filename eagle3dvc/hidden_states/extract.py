@@ -72,16 +72,24 @@ def requests(
 
 
 def compute(
-    params: Params, info: VerifierInfo, ids: Sequence[int], missing: Sequence[Planned], store: Store, log: dict[str, Any]
+    params: Params,
+    info: VerifierInfo,
+    ids: Sequence[int],
+    missing: Sequence[Planned],
+    store: Store,
+    log: dict[str, Any],
+    engine: engines.Engine | None = None,
 ) -> Iterator[FinishedShard]:
     """Load the engine, prove it, and compute the missing shards; each is yielded when it is durable.
 
+    engine: one that runs and is proven already (it wrote the answers) and that stays open.
     Raises UserError where what comes back is not what was asked: a shard missing, doubled or of another size.
     """
-    started = time.monotonic()
-    engine = engines.make(params, info, ids)
+    started, own = time.monotonic(), engine is None
+    engine = engine or engines.make(params, info, ids)
     try:
-        engine.prove(load_head(info.folder))
+        if own:
+            engine.prove(load_head(info.folder))
         log |= {"engine": engine.name, "engine_version": engine.version, "seconds_load": round(time.monotonic() - started, 3)}
         started, left = time.monotonic(), {p.key: p for p in missing}
         with ShardProgress("extract", len(missing), sum(p.tokens for p in missing)) as progress:
@@ -101,7 +109,8 @@ def compute(
         log["seconds_extract"] = round(time.monotonic() - started, 3)
         log |= getattr(engine, "stats", dict)()
     finally:
-        engine.close()
+        if own:
+            engine.close()
 
 
 class Uploads:

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,13 @@ def build(
     verifier: str | Path = "data/verifier",
     out: str | Path = "data/prompts",
     notice: Callable[[str], None] = print,
+    log: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write `out` from prepare.sources with the tokenizer in the folder `verifier`; returns the stage's metrics.
 
     What lies at `out` is replaced only by a finished folder. Raises UserError for anything that makes the whole run
     useless: a source that cannot be read, no usable row, more than prepare.max_rejected_fraction of them rejected.
     """
-    if params.prepare.responses != "dataset":
-        raise UserError(f"prepare.responses = {params.prepare.responses} is not supported by this version: set it to dataset")
     out = Path(out)
     unfinished = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
@@ -47,11 +47,14 @@ def build(
     renderer = load_renderer(params, verifier)
     unfinished.mkdir(parents=True)
     try:
-        run = _Run(params, renderer, unfinished, notice)
-        run.take_all(sources)
-        metrics = run.finish(_fingerprint(renderer, Path(verifier)))
-        shutil.rmtree(out, ignore_errors=True)
-        unfinished.rename(out)
+        with _responder(params, verifier, renderer, {} if log is None else log, out) as responder:
+            run = _Run(params, renderer, unfinished, notice, responder)
+            run.take_all(sources)
+            metrics = run.finish(_fingerprint(renderer, Path(verifier)))
+            shutil.rmtree(out, ignore_errors=True)
+            unfinished.rename(out)
+            if responder is not None:
+                responder.extract(out)  # the engine is loaded: the states of what it wrote come from the same session
     except UserError:
         rejected = unfinished / "rejected.jsonl"
         if rejected.is_file() and rejected.stat().st_size:
@@ -64,10 +67,21 @@ def build(
     return metrics
 
 
+def _responder(params: Params, verifier: str | Path, renderer: Renderer, log: dict[str, Any], out: Path):
+    """What writes the answers, a context manager; it gives None where the answers are those of the data set."""
+    if params.prepare.responses == "dataset":
+        return nullcontext()
+    from eagle3dvc.responses import Responder
+    from eagle3dvc.verifier import load_info
+
+    return Responder(params, load_info(verifier), renderer, log, str(out))
+
+
 class _Run:
     """One pass: what has been accepted, rejected and seen so far."""
 
-    def __init__(self, params: Params, renderer: Renderer, folder: Path, notice: Callable[[str], None]):
+    def __init__(self, params: Params, renderer: Renderer, folder: Path, notice: Callable[[str], None], responder=None):
+        self.responder = responder
         self.params, self.prepare, self.renderer, self.folder, self.notice = params, params.prepare, renderer, folder, notice
         self.writer = shards.ShardWriter(folder, self.prepare.samples_per_shard)
         self.rejected = open(folder / "rejected.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - closed in finish
@@ -98,16 +112,23 @@ class _Run:
 
     def _encoded(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Encoded | Rejected]]:
         """Rows in order, each with its tokens or the reason it is rejected."""
-        while batch := list(islice(rows, _BATCH)):
+        while batch := list(islice(rows, self._batch())):
             items: list[Conversation | Rejected] = []
             for row in batch:
                 try:
                     items.append(from_row(row, self.prepare.system_prompt))
                 except Rejected as e:
                     items.append(e)
-            encoded = iter(self.renderer.encode([x for x in items if isinstance(x, Conversation)]))
+            encode = self.responder.encode if self.responder else self.renderer.encode
+            encoded = iter(encode([x for x in items if isinstance(x, Conversation)]))
             for row, item in zip(batch, items):
-                yield row, next(encoded) if isinstance(item, Conversation) else item
+                got = next(encoded) if isinstance(item, Conversation) else item
+                for sample in got if isinstance(got, list) else [got]:
+                    yield row, sample
+
+    def _batch(self) -> int:
+        """Rows taken together; where the verifier answers, no more than are wanted, and many, for full engine batches."""
+        return min(4096, self.params.max_samples - self.counts["samples"]) if self.responder else _BATCH
 
     def _take(self, row: Row, item: Encoded | Rejected) -> bool:
         """Accept or reject one row; true if it became a sample."""
@@ -178,6 +199,7 @@ class _Run:
             **{key: self.counts[key] for key in ("duplicates", "truncated", "unsupervised_turns")},
             "missing_samples": missing,
             "by_source": {name: dict(sorted(c.items())) for name, c in self.by_source.items()},
+            **(self.responder.counts if self.responder else {}),
         }
         manifest = {
             "format": shards.FORMAT,
@@ -185,6 +207,7 @@ class _Run:
             "shards": self.writer.shards,
             "max_length": self.prepare.max_length,
             "responses": self.prepare.responses,
+            **({"answers": self.responder.key} if self.responder else {}),
             "tokenizer": tokenizer,
         }
         write_json(self.folder / "manifest.json", manifest)

@@ -1,0 +1,443 @@
+"""Answers written by the verifier itself (`prepare.responses: verifier`).
+
+A drafter learns to predict what its verifier writes, so the verifier (re)writes every assistant turn, turn by turn: the
+prompt of a turn is what it would be served, history included, and what it answers is kept token by token.
+
+An answer belongs to the hash of its prompt's tokens under one set of generation settings. It is looked for in the log of
+finished answers (`<DVC_ROOT>/.dvc/tmp/eagle3dvc/answers`), then in the prompt shards of earlier runs in DVC's cache and
+remote; only what exists nowhere is generated. The engine starts at the first such answer, and before it ends it also
+computes the hidden states of the new prompt shards, so that the extract stage finds them done: a 1T verifier loads once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from eagle3dvc import engines, stage
+from eagle3dvc.errors import UserError
+from eagle3dvc.params import Params
+from eagle3dvc.progress import ShardProgress
+from eagle3dvc.prompts.conversations import Conversation, Rejected
+from eagle3dvc.prompts.render import Encoded, Renderer
+from eagle3dvc.verifier import VerifierInfo, layer_ids, load_head
+
+FORMAT = 1
+_HEAD = struct.Struct("<16sII")  # key, number of tokens, 1 if the answer ended by itself
+_CHECK = struct.Struct("<Q")  # xxh3_64 of what stands before it
+_THOUGHT = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """token_ids: what the verifier wrote, its stop token included. ended: it stopped by itself, not at a limit."""
+
+    token_ids: list[int]
+    ended: bool
+
+    def within(self, limit: int) -> Answer | None:
+        """This answer as it would be with at most `limit` new tokens; None where that takes generating more."""
+        if len(self.token_ids) > limit:
+            return Answer(self.token_ids[:limit], False)
+        return self if self.ended or len(self.token_ids) == limit else None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    prompt: list[int]
+    answer: Answer
+
+
+def settings(params: Params, info: VerifierInfo, stop: Sequence[int]) -> dict[str, Any]:
+    """All that an answer depends on beside its prompt. Not max_new_tokens: a longer limit only ever goes on."""
+    p = params.prepare
+    sampled = {"temperature": p.temperature, "top_p": p.top_p, "seed": params.seed} if p.temperature > 0 else {}
+    numerics = {k: v for k, v in engines.numerics(params).items() if v is not None}
+    return {"format": FORMAT, "identity": info.identity, "numerics": numerics, "stop": sorted(stop), **sampled}
+
+
+def settings_key(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:24]
+
+
+def prompt_key(prompt: Sequence[int]) -> bytes:
+    """16 bytes that name a prompt."""
+    return xxhash.xxh3_128_digest(np.asarray(prompt, dtype="<i4").tobytes())
+
+
+class AnswerStore:
+    """Finished answers of one set of settings, in one append-only file.
+
+    A record is one write, so a killed run keeps every finished answer; the file is fsynced at least once a second and at the
+    end. A torn or damaged tail is cut off when the file is opened. Several processes may append at the same time.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._known: dict[bytes, Answer] = {}
+        self._synced = time.monotonic()
+        self._load()
+
+    def _load(self) -> None:
+        raw = self.path.read_bytes()
+        at = 0
+        while at + _HEAD.size + _CHECK.size <= len(raw):
+            key, count, ended = _HEAD.unpack_from(raw, at)
+            end = at + _HEAD.size + 4 * count
+            if end + _CHECK.size > len(raw) or _CHECK.unpack_from(raw, end)[0] != xxhash.xxh3_64_intdigest(raw[at:end]):
+                break
+            self._known[key] = Answer(np.frombuffer(raw, "<i4", count, at + _HEAD.size).tolist(), bool(ended))
+            at = end + _CHECK.size
+        exclusive = True
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            exclusive = False  # another run writes here: what looks torn is its record under way
+        if at < len(raw) and exclusive:
+            print(f"note: {self.path} has a torn end; {len(raw) - at} bytes dropped", file=sys.stderr, flush=True)
+            os.ftruncate(self._fd, at)
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, prompt: Sequence[int], limit: int) -> Answer | None:
+        known = self._known.get(prompt_key(prompt))
+        return known.within(limit) if known is not None else None
+
+    def add(self, prompt: Sequence[int], answer: Answer) -> None:
+        key = prompt_key(prompt)
+        old = self._known.get(key)
+        if old is not None and (old.ended or len(old.token_ids) >= len(answer.token_ids)):
+            return
+        record = _HEAD.pack(key, len(answer.token_ids), answer.ended) + np.asarray(answer.token_ids, "<i4").tobytes()
+        record += _CHECK.pack(xxhash.xxh3_64_intdigest(record))
+        if os.write(self._fd, record) != len(record):
+            raise OSError(28, "no space left on the disk", str(self.path))
+        self._known[key] = answer
+        if time.monotonic() - self._synced > 1:
+            self.sync()
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        self.sync()
+        os.close(self._fd)
+
+
+def stop_token_ids(renderer: Renderer, folder: Path) -> list[int]:
+    """Ids that end an answer: those the checkpoint names and the end-of-turn token of its chat template."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        if path.exists():
+            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    tokenizer = renderer.tokenizer
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    with contextlib.suppress(Rejected):
+        text = renderer.text([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])
+        after = tokenizer.encode(text[text.rfind("2") + 1 :].lstrip(), add_special_tokens=False)
+        if after and after[0] in tokenizer.added_tokens_decoder:
+            found.add(after[0])
+    if not found:
+        raise UserError(
+            f"{folder} names no token that ends an answer (eos_token_id in config.json or generation_config.json, the chat "
+            "template's end of turn): prepare.responses = verifier needs one"
+        )
+    return sorted(found)
+
+
+def recorded_answers(samples: Iterable[Any], stop: Sequence[int]) -> Iterator[tuple[list[int], Answer]]:
+    """(prompt, answer) of every supervised span of samples that this module made."""
+    for sample in samples:
+        ids, mask = sample.token_ids.tolist(), np.concatenate([[False], sample.loss_mask, [False]])
+        edges = np.flatnonzero(mask[1:] != mask[:-1])
+        for a, b in zip(edges[::2], edges[1::2], strict=True):
+            yield ids[:a], Answer(ids[a:b], ids[b - 1] in stop)
+
+
+class Responder:
+    """Writes the answers of conversations and turns them into samples; see :meth:`encode`.
+
+    Use as a context manager. `log` is filled with what differs from run to run, `counts` with what the same inputs give.
+    """
+
+    def __init__(self, params: Params, info: VerifierInfo, renderer: Renderer, log: dict[str, Any], out: str = "data/prompts"):
+        self.params, self.info, self.renderer, self.log, self.out = params, info, renderer, log, out
+        self.stop = stop_token_ids(renderer, info.folder)
+        self.settings = settings(params, info, self.stop)
+        self.key = settings_key(self.settings)
+        self.store = AnswerStore(stage.work_dir("answers") / f"{self.key}.log")
+        self.counts: Counter[str] = Counter()
+        self.engine: engines.Engine | None = None
+        self._recovered = False
+        self._work: Counter[str] = Counter()
+
+    def __enter__(self) -> Responder:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.store.close()
+        if self.engine is not None:
+            self.engine.close()
+        self.log |= {f"answers_{k}": self._work[k] for k in ("reused", "recovered", "generated", "tokens_generated")}
+
+    # -- conversations -> samples ------------------------------------------------------------------------------------
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[list[Encoded] | Rejected]:
+        """The samples of each conversation, or the reason it cannot be used; in the order given.
+
+        A conversation gives one sample, with the mask on every answer in it. Where the chat template shows an earlier answer
+        differently once it is history (reasoning removed), that answer is in a sample of its own.
+        """
+        results: list[Any] = [None] * len(conversations)
+        running: dict[int, Generator] = {}
+        asked: dict[int, tuple[list[int], int]] = {}
+        for i, conversation in enumerate(conversations):
+            running[i] = self._dialogue(conversation)
+
+        def advance(i: int, answer: Answer | None) -> None:
+            try:
+                asked[i] = running[i].send(answer)
+            except StopIteration as end:
+                results[i] = self._samples(end.value)
+                del running[i]
+            except Rejected as e:
+                results[i] = e
+                del running[i]
+
+        for i in list(running):
+            advance(i, None)
+        while running:
+            order = sorted(running)
+            answers = self._answers([asked[i] for i in order])
+            for i, answer in zip(order, answers, strict=True):
+                advance(i, answer)
+        return results
+
+    def _dialogue(self, conversation: Conversation) -> Generator[tuple[list[int], int], Answer, list[Turn]]:
+        """Yields (prompt, largest number of new tokens), takes the answer; returns the turns. Raises Rejected."""
+        turns: list[Turn] = []
+        if conversation.token_ids is not None:  # tokens without messages: what stands before the first answer is the prompt
+            first = int(np.argmax(conversation.loss_mask))
+            if not conversation.loss_mask.any() or first == 0:
+                raise Rejected("empty_mask", "its loss_mask leaves no prompt to answer")
+            yield from self._ask(conversation.token_ids[:first].tolist(), turns)
+            return turns
+        history: list[dict[str, Any]] = []
+        script = [*conversation.messages, *({"role": "user", "content": q} for q in conversation.pending)]
+        for i, message in enumerate(script):
+            following = script[i + 1]["role"] if i + 1 < len(script) else None
+            if message["role"] == "assistant":
+                if message.get("tool_calls") or following == "tool":
+                    history.append(message)  # the tool's result that follows belongs to this very call
+                continue
+            history.append(message)
+            if following in ("user", None) or (following == "assistant" and not self._calls_tool(script, i + 1)):
+                answer = yield from self._ask(self.renderer.prompt_ids(history, conversation.tools), turns)
+                if answer is None or not answer.ended:
+                    return turns
+                history.append(self._message(answer))
+        return turns
+
+    @staticmethod
+    def _calls_tool(script: list[dict[str, Any]], i: int) -> bool:
+        return bool(script[i].get("tool_calls")) or (i + 1 < len(script) and script[i + 1]["role"] == "tool")
+
+    def _ask(self, prompt: list[int], turns: list[Turn]) -> Generator[tuple[list[int], int], Answer, Answer | None]:
+        """Ask for one answer and record the turn; None where it is not to be kept. Raises Rejected where no turn is left."""
+        p = self.params.prepare
+        limit = min(p.max_new_tokens, p.max_length - len(prompt))
+        if limit < 1:
+            if not turns:
+                raise Rejected("too_long", f"its prompt has {len(prompt)} tokens, prepare.max_length is {p.max_length}")
+            return None
+        answer = yield prompt, limit
+        if not answer.ended:
+            self.counts["answers_cut_off"] += 1
+            if not p.keep_truncated:
+                if not turns:
+                    raise Rejected("answer_cut_off", f"its answer did not end within {limit} tokens")
+                return None
+        self.counts["answers"] += 1
+        self.counts["answer_tokens"] += len(answer.token_ids)
+        turns.append(Turn(prompt, answer))
+        return answer
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        """The answer as history: its text, with the reasoning apart, as a server's reasoning parser leaves it."""
+        text = self.renderer.tokenizer.decode(answer.token_ids[:-1], skip_special_tokens=False)
+        if _THOUGHT not in text:
+            return {"role": "assistant", "content": text.strip()}
+        thought, _, content = text.rpartition(_THOUGHT)
+        return {
+            "role": "assistant",
+            "content": content.strip(),
+            "reasoning_content": thought.removeprefix("<think>").strip(),
+        }
+
+    @staticmethod
+    def _samples(turns: list[Turn]) -> list[Encoded]:
+        samples: list[Encoded] = []
+        left = list(turns)
+        while left:
+            ids = left[-1].prompt + left[-1].answer.token_ids
+            mask = np.zeros(len(ids), bool)
+            uncovered = []
+            for turn in left:
+                whole = turn.prompt + turn.answer.token_ids
+                if ids[: len(whole)] == whole:
+                    mask[len(turn.prompt) : len(whole)] = True
+                else:
+                    uncovered.append(turn)
+            samples.insert(0, Encoded(np.array(ids, np.int32), mask))
+            left = uncovered
+        return samples
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _answers(self, asked: Sequence[tuple[list[int], int]]) -> list[Answer]:
+        found = [self.store.get(prompt, limit) for prompt, limit in asked]
+        if None in found and not self._recovered:
+            self._recover()
+            found = [self.store.get(prompt, limit) for prompt, limit in asked]
+        self._work["reused"] += sum(a is not None for a in found)
+        missing = [i for i, a in enumerate(found) if a is None]
+        if not missing:
+            return found
+        engine = self._started()
+        p = self.params.prepare
+        prompts, limits = [asked[i][0] for i in missing], [asked[i][1] for i in missing]
+        with ShardProgress("answers", len(missing), sum(limits)) as progress:
+
+            def done(k: int, ids: list[int]) -> None:
+                answer = Answer(ids, bool(ids) and ids[-1] in self.stop)
+                if not ids or len(ids) > limits[k] or not (answer.ended or len(ids) == limits[k]):
+                    raise UserError(
+                        f"engine {engine.name} ended an answer after {len(ids)} tokens without a stop token (limit {limits[k]})"
+                    )
+                self.store.add(prompts[k], answer)
+                self._work["generated"] += 1
+                self._work["tokens_generated"] += len(ids)
+                progress.advance(limits[k], 4 * len(ids))
+
+            engine.generate(
+                prompts,
+                max_new_tokens=limits,
+                temperature=p.temperature,
+                top_p=p.top_p,
+                seed=self.params.seed,
+                stop_token_ids=self.stop,
+                done=done,
+            )
+        self.store.sync()
+        for i in missing:
+            found[i] = self.store.get(*asked[i])
+            if found[i] is None:
+                raise UserError(f"engine {engine.name} never gave an answer that was asked for ({len(asked[i][0])} tokens)")
+        return found
+
+    def _started(self) -> engines.Engine:
+        if self.engine is None:
+            started = time.monotonic()
+            self.engine = engines.make(self.params, self.info, layer_ids(self.info, self.params))
+            self.engine.prove(load_head(self.info.folder))
+            self.log["seconds_load_engine"] = round(time.monotonic() - started, 3)
+        return self.engine
+
+    def _recover(self) -> None:
+        """Take over the answers in prompt shards of earlier runs: DVC's cache first, then the remote.
+
+        Raises UserError where dvc.lock names prompts that only an unreachable remote has.
+        """
+        from eagle3dvc.hidden_states import dvc_repo
+        from eagle3dvc.prompts.shards import read_shard
+
+        self._recovered = True
+        repo = dvc_repo.DvcRepo.open()
+        if repo is None:
+            return
+        locked = dvc_repo.locked_dirs(self.out)
+        absent = [m for m in locked if not repo.object_path(m).exists()]
+        before, seen = len(self.store), set()
+        try:
+            repo.fetch(absent)
+            for folder in locked:
+                if not repo.object_path(folder).exists():
+                    continue
+                files = dict(dvc_repo.read_listing(repo.object_path(folder)))
+                repo.fetch([m for name, m in files.items() if name == "manifest.json"])
+                if not self._made_here(repo, files.get("manifest.json")):
+                    continue
+                shards = [m for name, m in files.items() if name.endswith(".parquet") and m not in seen]
+                seen.update(shards)
+                repo.fetch(shards)
+                for md5 in shards:
+                    if repo.object_path(md5).exists():
+                        for prompt, answer in recorded_answers(read_shard(repo.object_path(md5)), self.stop):
+                            self.store.add(prompt, answer)
+        except dvc_repo.Unreachable as e:
+            if not self.params.extract.allow_recompute:
+                raise UserError(
+                    f"dvc.lock names prompts ({self.out}) whose answers are not in the cache, and {e}: repair the remote, or set "
+                    "extract.allow_recompute to true to generate answers again"
+                ) from e
+        self._work["recovered"] = len(self.store) - before
+        self.store.sync()
+
+    def _made_here(self, repo: Any, md5: str | None) -> bool:
+        """Whether a manifest says its answers have exactly these settings."""
+        if md5 is None or not repo.object_path(md5).exists():
+            return False
+        try:
+            return json.loads(repo.object_path(md5).read_bytes()).get("answers") == self.key
+        except (ValueError, AttributeError):
+            return False
+
+    # -- hidden states in the same engine session --------------------------------------------------------------------
+
+    def extract(self, prompts: str | Path) -> None:
+        """Where the engine runs, compute what the extract stage would compute for the shards in `prompts`.
+
+        The states are a prefill of the finished samples, as the extract stage would do it, so they and their keys are the same
+        wherever the answers came from; a prefill is a small part of the time that writing the answers took.
+        """
+        if self.engine is None:
+            return
+        from eagle3dvc.hidden_states import extract
+        from eagle3dvc.hidden_states.store import Store
+
+        ids = layer_ids(self.info, self.params)
+        planned = extract.plan(self.params, self.info, ids, prompts)
+        store = Store(allow_recompute=self.params.extract.allow_recompute)
+        store.fetch(p.key for p in planned)
+        missing = {p.key: p for p in planned if store.find(p.key) is None}
+        uploads = extract.Uploads(store, self.params.extract.push_while_extracting)
+        try:
+            for done in extract.compute(
+                self.params, self.info, ids, list(missing.values()), store, self.log, engine=self.engine
+            ):
+                uploads.add(done)
+        finally:
+            uploads.finish()
+        self.log |= {"shards_computed": len(missing), "shards_pushed": uploads.pushed}
