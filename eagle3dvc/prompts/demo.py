@@ -14,9 +14,7 @@ from typing import Any
 
 Turn = tuple[str, str]  # what the user says, what the assistant answers
 
-NAMES = (
-    "Anna Ben Clara David Emma Felix Grace Henry Ida Jack Karen Leo Maria Noah Olga Paul Rosa Sam Tina Victor".split()
-)
+NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ida Jack Karen Leo Maria Noah Olga Paul Rosa Sam Tina Victor".split()
 NOUNS = (
     "apple ball bird boat book box bread bridge cake camera car chair clock cloud cup desk dog door egg fish flower "
     "garden glass hat horse house island key kite lamp leaf letter map milk moon mountain night ocean paper pencil "
@@ -117,8 +115,7 @@ def _subtraction(rng: random.Random) -> list[Turn]:
     return [
         (
             ask.format(a, b),
-            f"The answer is {rest}. We start with {a} and take away {b}, "
-            f"so the difference of the two numbers is {rest}.",
+            f"The answer is {rest}. We start with {a} and take away {b}, so the difference of the two numbers is {rest}.",
         )
     ]
 
@@ -137,9 +134,7 @@ def _multiplication(rng: random.Random) -> list[Turn]:
 def _repeat(rng: random.Random) -> list[Turn]:
     words = _words(rng)
     ask = rng.choice(("Repeat these words: {}.", "Please say these words again: {}.", "Copy this list: {}."))
-    turns = [
-        (ask.format(", ".join(words)), f"Here are the words again: {', '.join(words)}. There are {len(words)} words.")
-    ]
+    turns = [(ask.format(", ".join(words)), f"Here are the words again: {', '.join(words)}. There are {len(words)} words.")]
     if rng.random() < 0.5:
         which, word = rng.choice((("first", words[0]), ("last", words[-1])))
         turns.append((f"Which word came {which}?", f"The {which} word in your list of {len(words)} words is {word}."))
@@ -168,13 +163,9 @@ def _capital(rng: random.Random) -> list[Turn]:
     country = rng.choice(list(CAPITALS))
     city, continent = CAPITALS[country]
     if rng.random() < 0.3:
-        return [
-            (f"Which country has the capital {city}?", f"{city} is the capital of {country}, a country in {continent}.")
-        ]
+        return [(f"Which country has the capital {city}?", f"{city} is the capital of {country}, a country in {continent}.")]
     ask = rng.choice(("What is the capital of {}?", "Tell me the capital of {}.", "Name the capital city of {}."))
-    turns = [
-        (ask.format(country), f"The capital of {country} is {city}. It is the seat of the government of {country}.")
-    ]
+    turns = [(ask.format(country), f"The capital of {country} is {city}. It is the seat of the government of {country}.")]
     if rng.random() < 0.5:
         turns.append((f"Where is {country}?", f"{country} is a country in {continent}, and its capital is {city}."))
     return turns
@@ -233,9 +224,7 @@ def _who(rng: random.Random) -> list[Turn]:
     ]
     if rng.random() < 0.5:
         j = 1 - i
-        turns.append(
-            (f"And what does {people[j]} have?", f"{people[j]} has the {things[j]}. It is the {colours[j]} one.")
-        )
+        turns.append((f"And what does {people[j]} have?", f"{people[j]} has the {things[j]}. It is the {colours[j]} one."))
     return turns
 
 
@@ -244,8 +233,7 @@ def _letter(rng: random.Random) -> list[Turn]:
     place, day, noun = rng.choice(PLACES), rng.choice(DAYS), rng.choice(NOUNS)
     return [
         (
-            f"Write a short letter from {writer} to {reader}. They will meet at the {place} on {day} "
-            f"and bring a {noun}.",
+            f"Write a short letter from {writer} to {reader}. They will meet at the {place} on {day} and bring a {noun}.",
             f"Dear {reader},\nI hope you are well. I would like to meet you at the {place} on {day}. "
             f"Please do not forget to bring a {noun}. I look forward to seeing you.\nBest wishes,\n{writer}",
         )
