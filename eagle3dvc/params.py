@@ -46,8 +46,8 @@ class DemoVerifier(Block):
     heads: Positive = 4
     intermediate_size: Positive = 384
     vocab_size: Annotated[int, Field(ge=300)] = 1024
-    steps: Positive = 1200
-    batch_size: Positive = 16
+    steps: Positive = 600
+    batch_size: Positive = 4
 
     @model_validator(mode="after")
     def _heads(self):
