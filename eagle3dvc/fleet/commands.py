@@ -32,6 +32,8 @@ def plan(
     hours: Annotated[float | None, typer.Option(help="Hours: the largest sample count that fits.")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Network GB/s, in place of the profile's.")] = None,
     have: Annotated[int, typer.Option(help="Samples whose hidden states exist already.")] = 0,
+    answers: Annotated[bool, typer.Option("--answers", help="The verifier writes the answers first.")] = False,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Training batch, if not as measured.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the measurement to this YAML file.")] = None,
     json: Json = False,
 ) -> None:
@@ -52,7 +54,7 @@ def plan(
     samples = load().max_samples if samples is None else samples
 
     def plan_for(n: int) -> plans.Plan:
-        return plans.make(m, n, source, target, bandwidth, have)
+        return plans.make(m, n, source, target, bandwidth, have, answers, tokens_per_step)
 
     made = plan_for(samples)
     largest = plans.largest(plan_for, budget, hours) if budget is not None or hours is not None else None
@@ -103,11 +105,14 @@ def profile_apply(name: str, params: Path = Path("params.yaml")) -> None:
 
 def playbook(
     check: Annotated[bool, typer.Option("--check", help="Exit 1 when docs/hero-run.md is stale; write nothing.")] = False,
+    profile: Annotated[str | None, typer.Option(help="Profile of the run.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Profile name or YAML path of the machine.")] = None,
+    from_: Annotated[str | None, typer.Option("--from", help="Measurement name or YAML path.")] = None,
 ) -> None:
-    """Render docs/hero-run.md, the commands of a hero run with time and cost of each."""
+    """Render docs/hero-run.md, the commands of a hero run with time and cost of each; options left out stay as they are in it."""
     from eagle3dvc.fleet import playbook as playbooks
 
-    typer.echo(playbooks.check() if check else playbooks.write())
+    typer.echo(playbooks.check() if check else playbooks.write(profile, hardware, from_))
 
 
 def doctor(

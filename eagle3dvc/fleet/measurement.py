@@ -127,6 +127,15 @@ class Prepare(Block):
     fixed_share: Annotated[Figure, Field(description="0 to 1")] = Range(0.0, 1.0)
 
 
+class Answers(Block):
+    """Answers written by the verifier, many at once: what `tokens_per_second` stands for is decoding, not prefill."""
+
+    tokens_per_sample: PositiveFigure
+    tokens_per_second: PositiveFigure
+    allreduce_share: Figure = ZERO
+    scaling: PositiveFigure = Range(0.7, 1.3)
+
+
 class Extract(Block):
     """`seconds_load` holds `seconds_start`; `allreduce_share` is of the time that `tokens_per_second` stands for."""
 
@@ -196,6 +205,7 @@ class Measurement(Block):
     node: Node = Node()
     verifier: Fixed = Fixed()
     prepare: Prepare = Prepare()
+    answers: Answers | None = None
     extract: Extract
     train: Train
     export: Fixed = Fixed()

@@ -186,17 +186,32 @@ def _load_line(m: Measurement, target: Hardware | None, ratios: Ratios) -> Line:
     return Line("extract", "load the verifier", seconds, "disk read ratio, fixed start")
 
 
+def _scaled(measured: Range, ratios: Ratios, ratio: Range, scaling: Range, share: Range, allreduce: Range) -> Range:
+    """A time of which `share` is all-reduce and the rest is limited by one rate; the two shares move against each other."""
+    if ratios.same:
+        return measured
+    ends = [measured * (1 - s) * ratios.uncertain(ratio, scaling) + measured * s * allreduce for s in share.pair()]
+    return Range(min(r.low for r in ends), max(r.high for r in ends))
+
+
+def _answer_lines(m: Measurement, target: Hardware | None, ratios: Ratios, new_samples: int) -> list[Line]:
+    a = m.answers
+    if a is None:
+        raise UserError(f"{m.name} has no `answers:` block, so the time of writing answers is unknown: leave --answers out")
+    measured = a.tokens_per_sample * new_samples / a.tokens_per_second
+    seconds = _scaled(measured, ratios, ratios.memory, a.scaling, a.allreduce_share, ratios.latency)
+    load = _load_line(m, target, ratios)
+    return [
+        Line("prepare", load.what, load.seconds, load.hangs_on),
+        Line("prepare", "answers by the verifier", seconds, "answer tokens, memory bandwidth, all-reduce latency"),
+    ]
+
+
 def _prefill(m: Measurement, ratios: Ratios, tokens: float) -> Range:
     """Prefill time: the compute share by the bf16 rate, the all-reduce share by the interconnect."""
     e = m.extract
     measured = Range.of(tokens) / e.tokens_per_second
-    if ratios.same:
-        return measured
-    ends = [
-        measured * (1 - share) * ratios.uncertain(ratios.compute, e.scaling) + measured * share * ratios.allreduce
-        for share in e.allreduce_share.pair()
-    ]
-    return Range(min(r.low for r in ends), max(r.high for r in ends))
+    return _scaled(measured, ratios, ratios.compute, e.scaling, e.allreduce_share, ratios.allreduce)
 
 
 def _extract_lines(m: Measurement, target: Hardware | None, ratios: Ratios, tokens: float, new_bytes: float) -> list[Line]:
@@ -215,9 +230,14 @@ def _extract_lines(m: Measurement, target: Hardware | None, ratios: Ratios, toke
     ]
 
 
-def _train_lines(m: Measurement, target: Hardware | None, ratios: Ratios, steps: int, new_bytes: float) -> list[Line]:
+def _train_lines(
+    m: Measurement, target: Hardware | None, ratios: Ratios, steps: int, new_bytes: float, packed: float
+) -> list[Line]:
+    """Steps at the measured rate. `packed` times the tokens in a step cost 1 to `packed` times the time: the optimizer's memory
+    traffic stays, the matrix products grow, and nobody has measured which is larger.
+    """
     t = m.train
-    step = ONE / t.steps_per_second
+    step = ONE / t.steps_per_second * Range(min(1.0, packed), max(1.0, packed))
     bound = "steps, measured steps/s"
     if not ratios.same:
         ends = [
@@ -232,7 +252,7 @@ def _train_lines(m: Measurement, target: Hardware | None, ratios: Ratios, steps:
         if read.high > seconds.high:
             bound = "disk read"
         seconds = seconds.at_least(read)
-    outside = _grow(t.seconds_outside, t.fixed_share, steps / t.steps)
+    outside = _grow(t.seconds_outside, t.fixed_share, steps * packed / t.steps)
     return [
         Line("train", "optimizer steps", seconds, bound),
         Line("train", "start, validation, checkpoints", outside, "fixed, number of validations"),
@@ -282,11 +302,14 @@ def make(
     target: Hardware | None = None,
     bandwidth_gb_s: float | None = None,
     have: int = 0,
+    answers: bool = False,
+    tokens_per_step: int | None = None,
 ) -> Plan:
     """Plan `samples` samples from measurement `m` taken on `source`, on `target` (None or equal: the same machine).
 
-    `have` samples have their hidden states already. `bandwidth_gb_s` replaces the target's network rate. Raises UserError
-    for counts below 1 and for a target when the machine that measured is unknown.
+    `have` samples have their hidden states already. `bandwidth_gb_s` replaces the target's network rate. `answers`: the
+    verifier writes them first. `tokens_per_step`: another batch size than the measured run's. Raises UserError for counts
+    below 1 and for a target when the machine that measured is unknown.
     """
     if samples < 1 or have < 0:
         raise UserError(f"samples = {samples} and have = {have}: samples must be at least 1, have at least 0")
@@ -303,17 +326,23 @@ def make(
     tokens = m.tokens * growth
     new_tokens = m.tokens * max(0, samples - have) / m.samples
     hidden, new_bytes = tokens * m.bytes_per_token, new_tokens * m.bytes_per_token
-    steps = m.train.steps if m.train.steps_fixed else max(1, round(m.train.steps * growth))
+    packed = 1.0
+    if tokens_per_step is not None:
+        if tokens_per_step < 1:
+            raise UserError(f"tokens per step = {tokens_per_step} must be at least 1")
+        packed = tokens_per_step / (m.tokens * m.train.epochs / m.train.steps)
+    steps = m.train.steps if m.train.steps_fixed else max(1, round(m.train.steps * growth / packed))
     network = Range.of(bandwidth_gb_s) if bandwidth_gb_s else (target.network_gb_s if target else None)
 
     extract = _extract_lines(m, target, ratios, new_tokens, new_bytes)
-    train = _train_lines(m, target, ratios, steps, hidden)
+    train = _train_lines(m, target, ratios, steps, hidden, packed)
     beside = sum((line.seconds for line in extract[1:] + train), ZERO)
     push = Range.of(new_bytes / 1e9) / network if network else None
     lines = [
         *(_node_lines(m, network) if target else []),
         *([] if have else [Line("verifier", "identity, head weights", m.verifier.seconds_fixed, "fixed")]),
         Line("prepare", "prompts and masks", _grow(m.prepare.seconds, m.prepare.fixed_share, growth), "samples"),
+        *(_answer_lines(m, target, ratios, max(0, samples - have)) if answers else []),
         *extract,
         *train,
         Line("export", "layouts and self-check", m.export.seconds_fixed, "fixed"),
