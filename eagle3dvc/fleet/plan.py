@@ -274,10 +274,10 @@ def _push_lines(m: Measurement, push: Range | None, beside: Range) -> list[Line]
         return []
     if not m.push_while_extracting:
         return [Line("push", "hidden states to the remote", push, "bytes, network")]
-    left = Range(max(0.0, push.low - beside.low), max(0.0, push.high - beside.high))
+    left = Range(*sorted((max(0.0, push.low - beside.low), max(0.0, push.high - beside.high))))
     return [
         Line("push", "hidden states, while others run", push, "bytes, network", beside=True),
-        Line("push", "what is left of it at the end", Range(*sorted(left.pair())), "bytes, network, train time"),
+        Line("push", "what is left of it at the end", left, "bytes, network, train time"),
     ]
 
 
