@@ -136,11 +136,9 @@ def _rounded(x: Any) -> Any:
     return [_rounded(v) for v in x] if isinstance(x, list | tuple) else x
 
 
-def on_policy(prompts: str | Path, params: Params) -> bool:
+def on_policy(params: Params) -> bool:
     """Whether the answers are the verifier's own greedy output, so that the text itself is what it says next."""
-    from eagle3dvc.prompts.shards import read_manifest
-
-    return read_manifest(prompts).get("responses") == "verifier" and params.prepare.temperature == 0
+    return params.prepare.responses == "verifier" and params.prepare.temperature == 0
 
 
 def build(
@@ -158,7 +156,7 @@ def build(
     from eagle3dvc.verifier import load_head
 
     e = params.evaluate
-    samples, head, own = heldout(e.samples, hidden, prompts), load_head(verifier), on_policy(prompts, params)
+    samples, head, own = heldout(e.samples, hidden, prompts), load_head(verifier), on_policy(params)
     with tempfile.TemporaryDirectory(prefix="eagle3dvc-") as scratch_:
         scratch = Path(scratch_)
         folder = as_speculators(Path(drafter), scratch / "drafter")

@@ -75,17 +75,18 @@ def _flat(block: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-def trained_metrics(drafter: str | Path) -> dict[str, Any]:
-    """The scalars of models/drafter/training.json's metrics block; empty when there is none."""
+def training_record(drafter: str | Path) -> dict[str, Any]:
+    """models/drafter/training.json: what the drafter was trained with and how well it did. Raises UserError."""
     path = Path(drafter) / "training.json"
-    if not path.is_file():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8")).get("metrics") or {}
-    return {k: v for k, v in found.items() if isinstance(v, int | float | list)}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} cannot be read ({e}): run `dvc repro train`") from None
 
 
-def text(d: Drafter, layout: str, params: Any, *, info: Any, drafter: str | Path, prompts: str | Path) -> str:
+def text(d: Drafter, layout: str, *, info: Any, drafter: str | Path, prompts: str | Path) -> str:
     """The card of one layout; the same inputs give the same text."""
+    record = training_record(drafter)
     engine = "vLLM" if layout == layouts.SPECULATORS else "SGLang"
     revision = info.revision
     counts = source_counts(prompts)
@@ -114,7 +115,10 @@ def text(d: Drafter, layout: str, params: Any, *, info: Any, drafter: str | Path
         " token, so the answers stay its own.",
     ]
     if layout == layouts.SGLANG:
-        lines += ["", "For SGLang only: vLLM would read these layer ids in its own convention (one higher)."]
+        lines += [
+            "",
+            "For SGLang only: vLLM would read these layer ids in its own convention and take every layer one too early.",
+        ]
     lines += [
         "",
         "## Verifier",
@@ -140,9 +144,8 @@ def text(d: Drafter, layout: str, params: Any, *, info: Any, drafter: str | Path
         )
     )
     lines += ["", "## Data", "", _table(data or [("none", "")])]
-    lines += ["", "## Training", "", _table([("`seed`", f"`{params.seed}`"), *_flat(params.train.model_dump())])]
-    if metrics := trained_metrics(drafter):
-        lines += ["", "## Metrics", "", "On held-out samples, at the end of training:", "", _table(_flat(metrics))]
+    lines += ["", "## Training", "", _table(_flat({"seed": record["seed"], **record["settings"]}))]
+    lines += ["", "## Metrics", "", "Of the best checkpoint, on held-out samples:", "", _table(_flat(record["metrics"]))]
     lines += ["", "## Where it comes from", "", MARK]
     lines.append(_table([(f"`{k}`", f"`{v}`") for k, v in hashes.items()] or [("dvc.lock", "not made by a DVC pipeline")]))
     if find:

@@ -27,7 +27,7 @@ def cast(d: layouts.Drafter, dtype: str) -> layouts.Drafter:
     return replace(d, tensors=tensors)
 
 
-def prepare_drafter(checkpoint: Path, info: Any, head: Any, draft_tokens: int) -> layouts.Drafter:
+def prepare_drafter(checkpoint: Path, info: Any, head: Any) -> layouts.Drafter:
     """The trained drafter under its verifier's public name, without tensors that are the verifier's own."""
     import torch
 
@@ -42,7 +42,7 @@ def prepare_drafter(checkpoint: Path, info: Any, head: Any, draft_tokens: int) -
         raise UserError(f"{checkpoint} has no lm_head: it is not a finished drafter")
     config = json.loads((info.folder / "config.json").read_text(encoding="utf-8"))
     names = tuple(config.get("architectures") or d.verifier_architectures)
-    return replace(d, tensors=tensors, verifier_architectures=names, speculative_tokens=draft_tokens)
+    return replace(d, tensors=tensors, verifier_architectures=names)
 
 
 def build(
@@ -66,7 +66,7 @@ def build(
     out, checkpoint = Path(out), Path(drafter) / "best"
     info, head = load_info(verifier), load_head(verifier)
     trained = drafter_model.load(checkpoint, verifier)
-    d = cast(prepare_drafter(checkpoint, info, head, params.evaluate.draft_tokens), params.export.dtype)
+    d = cast(prepare_drafter(checkpoint, info, head), params.export.dtype)
     probes = check.windows(hidden, prompts)
     work = out.with_name(f".{out.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
@@ -78,7 +78,7 @@ def build(
             checked[layout] = check.self_check(folder, trained, getattr(torch, params.export.dtype), probes)
             check.write_provenance(folder, d, {"name": info.name, "revision": info.revision, "identity": info.identity})
             check.write_probe(folder, head.embed, probes[0])
-            text = card.text(d, layout, params, info=info, drafter=drafter, prompts=prompts)
+            text = card.text(d, layout, info=info, drafter=drafter, prompts=prompts)
             (folder / "README.md").write_text(text, encoding="utf-8")
             check.verify_export(folder)
             sizes[layout] = sum(f.stat().st_size for f in layouts.weight_files(folder))

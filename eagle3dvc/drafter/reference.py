@@ -98,19 +98,19 @@ class Reference:
         return x + self._linear(gated, f"{p}.mlp.down_proj")
 
     @torch.no_grad()
-    def chain(self, states: torch.Tensor, embeds: list[torch.Tensor]) -> list[torch.Tensor]:
+    def chain(self, states: torch.Tensor, embeds: list[torch.Tensor], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
         """Logits [T, D] of each drafting step, the chains of all positions at once.
 
         states [T, A, H]: position t has the verifier's states g_t. embeds: one [T, H] a step, the embeddings of the
         tokens fed: step 0 takes x_{t+1}, step j the token after it in the text or in the draft.
         """
-        x, logits = self.combine(states.double()), []
+        x, logits = self.combine(states.to(dtype)), []
         caches: list[list] = [[] for _ in range(self.decoder["num_hidden_layers"])]
         for step, embed in enumerate(embeds):
             at = torch.arange(len(x))[None] + 1 + step
-            cos, sin = (t[0].double() for t in self.rotary(torch.empty(0, dtype=torch.float32), at))
+            cos, sin = (t[0].to(dtype) for t in self.rotary(torch.empty(0, dtype=torch.float32), at))
             for i, cache in enumerate(caches):
-                x = self._layer(x, embed.double(), i, cos, sin, cache)
+                x = self._layer(x, embed.to(dtype), i, cos, sin, cache)
             out = self._norm(x, "norm.weight")
             x = out if self.flags["norm_output"] else x
             logits.append(self._linear(out, "lm_head"))

@@ -1,0 +1,275 @@
+"""Damage: every way in which an exported drafter can be wrong without failing to load is refused, with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from eagle3dvc.drafter import check, layouts
+from eagle3dvc.drafter import model as drafter_model
+from eagle3dvc.errors import UserError
+from tests.drafter import world
+
+
+def edit_config(folder: Path, change) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def set_ids(folder: Path, ids: list[int]) -> None:
+    def change(config):
+        if "eagle_config" in config:
+            config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids]
+        else:
+            config["eagle_aux_hidden_state_layer_ids"] = ids
+
+    edit_config(folder, change)
+
+
+def decoder_of(config: dict) -> dict:
+    return config.get("transformer_layer_config", config)
+
+
+def drop(name: str):
+    return lambda folder: edit_tensors(folder, lambda t: t.pop(name))
+
+
+def shift_ids(folder: Path) -> None:
+    set_ids(folder, [i + 1 for i in world.AUX[:2]] + [world.AUX[2] + 1])
+
+
+def swap_ids(folder: Path) -> None:
+    set_ids(folder, [world.AUX[1], world.AUX[0], world.AUX[2]])
+
+
+def permute_d2t(folder: Path) -> None:
+    """Another order of the same verifier tokens: names, shapes, range and t2d all stay right."""
+
+    def change(t):
+        ids = t["d2t"] + torch.arange(len(t["d2t"]))
+        t["d2t"] = ids.roll(1) - torch.arange(len(ids))
+
+    edit_tensors(folder, change)
+
+
+def shuffle_offsets(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update(d2t=t["d2t"].flip(0).contiguous()))
+
+
+def wrong_rope(folder: Path) -> None:
+    def change(config):
+        c = decoder_of(config)
+        if "rope_parameters" in c:
+            c["rope_parameters"]["rope_theta"] = 100.0
+        else:
+            c["rope_theta"] = 100.0
+
+    edit_config(folder, change)
+
+
+def swap_aux(folder: Path) -> None:
+    """The first two blocks of fc.weight trade places, as when the states are concatenated in another order."""
+
+    def change(t):
+        a, b, c = t["fc.weight"].chunk(3, dim=1)
+        t["fc.weight"] = torch.cat([b, a, c], dim=1).contiguous()
+
+    edit_tensors(folder, change)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def truncate_header(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 20)
+
+
+def other_eps(folder: Path) -> None:
+    edit_config(folder, lambda c: decoder_of(c).update(rms_norm_eps=1e-2))
+
+
+def scaled_weight(folder: Path) -> None:
+    edit_tensors(
+        folder, lambda t: t.update({"norm.weight": t["norm.weight"] * torch.linspace(0.5, 1.5, len(t["norm.weight"]))})
+    )
+
+
+def not_finite(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t["norm.weight"].fill_(float("nan")))
+
+
+def one_bit(folder: Path) -> None:
+    def change(t):
+        raw = t["lm_head.weight"].view(torch.uint8)
+        raw[0, 0] ^= 1
+
+    edit_tensors(folder, change)
+
+
+def local_path(folder: Path) -> None:
+    def change(config):
+        if "eagle3dvc" in config:
+            config["eagle3dvc"]["verifier"] = "/data/models/verifier"
+        else:
+            config["speculators_config"]["verifier"]["name_or_path"] = "/data/models/verifier"
+
+    edit_config(folder, change)
+
+
+def wrong_shape(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"fc.weight": t["fc.weight"][:, :-1].contiguous()}))
+
+
+def extra_tensor(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"input_norm.weight": torch.ones(3 * world.HIDDEN, dtype=torch.bfloat16)}))
+
+
+def second_file(folder: Path) -> None:
+    shutil.copyfile(folder / "model.safetensors", folder / "copy.safetensors")
+
+
+STRUCTURE = {
+    "lm_head dropped": (drop("lm_head.weight"), r"lm_head\.weight is missing.*silently accept almost nothing"),
+    "d2t dropped": (drop("d2t"), r"d2t is missing.*every draft token means another one"),
+    "fc dropped": (drop("fc.weight"), r"tensor fc\.weight is missing"),
+    "d2t offsets shuffled": (shuffle_offsets, r"d2t (points outside|maps two|and t2d disagree)"),
+    "ids not ascending": (swap_ids, r"must be strictly ascending"),
+    "file truncated": (truncate, r"truncated or damaged"),
+    "header truncated": (truncate_header, r"truncated or damaged"),
+    "not finite": (not_finite, r"norm\.weight holds values that are not finite"),
+    "local path": (local_path, r"local path"),
+    "wrong shape": (wrong_shape, r"fc\.weight has shape \[32, 95\].*needs \[32, 96\]"),
+    "tensor of another configuration": (extra_tensor, r"input_norm\.weight has no place.*skip it silently"),
+    "second weight file": (second_file, r"2 safetensors files but no model\.safetensors\.index\.json"),
+}
+SETTINGS = {
+    "ids shifted": (shift_ids, r"auxiliary layers \[2, 4, 6\].*trained on \[1, 3, 5\]"),
+    "rope": (wrong_rope, r"rope_parameters is .*100\.0.* in config\.json but was .*10000\.0"),
+    "eps": (other_eps, r"rms_norm_eps is 0\.01 in config\.json but was 1e-05"),
+}
+WEIGHTS = {
+    "d2t permuted": (permute_d2t, r"d2t.*(drafts would mean other tokens|maps drafts to other tokens)"),
+    "aux order": (swap_aux, r"auxiliary layers are swapped.*\[1, 0, 2\]"),
+    "weight scaled": (scaled_weight, r"(norm\.weight is not the one that was exported|gives other logits)"),
+}
+ONLY_CHECKSUM = {"one bit": (one_bit, r"lm_head\.weight is not the one that was exported")}
+
+
+@pytest.fixture(params=layouts.LAYOUTS)
+def folder(request, trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained.export / request.param, tmp_path / request.param))
+
+
+def test_an_undamaged_export_passes_everything(trained):
+    f = trained.world.folders
+    reports = check.verify_export(trained.export, f["hidden"], f["verifier"], f["prompts"], trained.drafter / "best")
+    assert [r["layout"] for r in reports] == ["speculators", "sglang"]
+    for r in reports:
+        assert r["checked"] == ["structure", "provenance", "probe", "trained", "hidden states"]
+        assert r["probe_difference"] < 1e-6 and r["first_draft_accuracy"] > 0.2
+
+
+@pytest.mark.parametrize("name", [*STRUCTURE, *SETTINGS, *WEIGHTS, *ONLY_CHECKSUM])
+def test_damage_is_refused(folder, name):
+    damage, says = {**STRUCTURE, **SETTINGS, **WEIGHTS, **ONLY_CHECKSUM}[name]
+    damage(folder)
+    with pytest.raises(UserError, match=says):
+        check.verify_export(folder)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *WEIGHTS])
+def test_the_probe_alone_finds_it(folder, name):
+    """A folder whose provenance file was lost, or was written by whoever did the damage."""
+    damage, _ = {**SETTINGS, **WEIGHTS}[name]
+    damage(folder)
+    (folder / check.PROVENANCE).unlink()
+    says = {
+        "ids shifted": r"auxiliary layers \[2, 4, 6\].*trained on \[1, 3, 5\]",
+        "d2t permuted": r"d2t maps drafts to other tokens",
+        "aux order": r"auxiliary layers are swapped",
+    }.get(name, r"gives other logits than at export")
+    with pytest.raises(UserError, match=says):
+        check.verify_export(folder)
+
+
+@pytest.mark.parametrize("name", ["ids shifted", "d2t permuted", "aux order"])
+def test_hidden_states_alone_find_it(folder, trained, name):
+    """A drafter from elsewhere carries neither provenance nor probe: the cache and the verifier's head judge it."""
+    damage, _ = {**SETTINGS, **WEIGHTS}[name]
+    (folder / check.PROVENANCE).unlink()
+    (folder / check.PROBE).unlink()
+    f = trained.world.folders
+    assert check.verify_export(folder, f["hidden"], f["verifier"], f["prompts"])[0]["first_draft_accuracy"] > 0.2
+    damage(folder)
+    says = {
+        "ids shifted": r"the hidden states hold \[1, 3, 5\]: the ids are shifted",
+        "d2t permuted": r"what the verifier says next only",
+        "aux order": r"auxiliary layers are swapped",
+    }[name]
+    with pytest.raises(UserError, match=says):
+        check.verify_export(folder, f["hidden"], f["verifier"], f["prompts"])
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *WEIGHTS])
+def test_the_self_check_of_the_stage_finds_it(folder, trained, name):
+    damage, _ = {**SETTINGS, **WEIGHTS}[name]
+    f = trained.world.folders
+    model = drafter_model.load(trained.drafter / "best", f["verifier"])
+    probes = check.windows(f["hidden"], f["prompts"])
+    check.self_check(folder, model, torch.bfloat16, probes)
+    damage(folder)
+    says = {
+        "ids shifted": r"auxiliary layers \[2, 4, 6\].*trained on \[1, 3, 5\]",
+        "d2t permuted": r"d2t maps drafts to other tokens",
+        "aux order": r"auxiliary layers are swapped",
+    }.get(name, r"does not compute what was trained")
+    with pytest.raises(UserError, match=says):
+        check.self_check(folder, model, torch.bfloat16, probes)
+
+
+def test_without_anything_to_compute_with_it_does_not_say_ok(folder):
+    (folder / check.PROVENANCE).unlink()
+    (folder / check.PROBE).unlink()
+    with pytest.raises(UserError, match=r"nothing shows that it drafts: give --hidden"):
+        check.verify_export(folder)
+    assert check.verify_export(folder, structure_only=True)[0]["checked"] == ["structure"]
+
+
+def test_damaged_companions_are_refused(folder):
+    os.truncate(folder / check.PROBE, 30)
+    with pytest.raises(UserError, match=r"eagle3dvc\.probe is damaged"):
+        check.verify_export(folder)
+    (folder / check.PROVENANCE).write_text("{")
+    with pytest.raises(UserError, match=r"eagle3dvc\.json is damaged"):
+        check.verify_export(folder)
+
+
+def test_command_line(trained, tmp_path):
+    from eagle3dvc import cli
+
+    done = CliRunner().invoke(cli.app, ["verify-export", str(trained.export), "--json"])
+    assert done.exit_code == 0
+    assert [r["checked"] for r in json.loads(done.stdout)] == [["structure", "provenance", "probe"]] * 2
+    copy = Path(shutil.copytree(trained.export / "sglang", tmp_path / "sglang"))
+    shift_ids(copy)
+    done = CliRunner().invoke(cli.app, ["verify-export", str(copy)])
+    assert done.exit_code != 0 and re.search("trained on", str(done.exception))
