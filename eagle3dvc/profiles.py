@@ -82,12 +82,16 @@ def _comment(node: Any, key: Any) -> Any:
 
 
 def _replace(mapping: Any, key: str, new: Any) -> None:
-    """Set mapping[key] = new, and keep the comments that the old value's last leaf carried for the next key."""
+    """Set mapping[key] = new, and keep the comments that the old value's last leaf carried for what comes next.
+
+    A new key goes to the end of the mapping: the comments there belong to what follows the mapping.
+    """
     from ruamel.yaml.error import CommentMark
     from ruamel.yaml.tokens import CommentToken
 
     kept = ""
-    if key in mapping and (token := _comment(*_last_leaf(mapping, key))) is not None:
+    there = key if key in mapping else next(reversed(mapping), None)
+    if there is not None and (token := _comment(*_last_leaf(mapping, there))) is not None:
         own, _, kept = token.value.partition("\n")  # a comment on the old leaf's own line goes with it
         token.value = f"{own}\n"
     mapping[key] = copy.deepcopy(new)
