@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tests.drafter import world
+import world
 
 
 @dataclass(frozen=True)

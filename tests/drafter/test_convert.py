@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import world
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from eagle3dvc.drafter import check, layouts
 from eagle3dvc.drafter.convert import convert
 from eagle3dvc.errors import UserError
-from tests.drafter import world
 
 
 def foreign(trained, folder: Path, **config) -> Path:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import world
 from safetensors import safe_open
 
 from eagle3dvc.drafter import check, export, layouts
 from eagle3dvc.drafter import model as drafter_model
 from eagle3dvc.errors import UserError
-from tests.drafter import world
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
