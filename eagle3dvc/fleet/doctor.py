@@ -106,14 +106,30 @@ class Context:
         return found
 
     @cached_property
-    def repo(self):
+    def opened(self) -> tuple[Any, str]:
+        """(DVC repository, "") or (None, why it cannot be opened)."""
         from dvc.exceptions import DvcException
         from dvc.repo import Repo
 
         try:
-            return Repo()
+            return Repo(), ""
+        except (DvcException, OSError) as e:
+            return None, f"{type(e).__name__}: {str(e).splitlines()[0]}"
+
+    @property
+    def repo(self):
+        return self.opened[0]
+
+    @cached_property
+    def dvc_config(self) -> dict[str, Any]:
+        """DVC's configuration, also where the repository cannot be opened because of it; empty outside one."""
+        from dvc.config import Config
+        from dvc.exceptions import DvcException
+
+        try:
+            return Config(os.path.abspath(".dvc")) if os.path.isdir(".dvc") else {}
         except DvcException:
-            return None
+            return {}
 
     @cached_property
     def versions(self) -> dict[str, str]:
@@ -279,7 +295,9 @@ def check_interconnect(c: Context) -> Iterator[Finding]:
 
 def check_link_type(c: Context) -> Iterator[Finding]:
     if c.repo is None:
-        yield failure("this folder is in no DVC repository", "run in the folder of dvc.yaml, after `git clone`")
+        yield failure(
+            f"DVC cannot open this folder ({c.opened[1]})", "run beside dvc.yaml after `git clone`; check .dvc/config"
+        )
         return
     types = list(c.repo.cache.local.cache_types)
     if types[0] != "hardlink":
@@ -308,9 +326,9 @@ def check_link_type(c: Context) -> Iterator[Finding]:
 
 
 def check_site_cache(c: Context) -> Iterator[Finding]:
-    if c.repo is None:
+    if not c.dvc_config:
         return
-    folder = c.repo.config["core"].get("site_cache_dir")
+    folder = c.dvc_config["core"].get("site_cache_dir")
     fix = 'dvc config --local core.site_cache_dir "$PWD/.dvc/site-cache"'
     if not folder:
         yield warning("DVC's table of file hashes lies in a shared folder under /var/tmp and may vanish", fix)
