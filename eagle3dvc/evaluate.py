@@ -199,7 +199,7 @@ def report(result: Any, params: Params, samples: int, own: bool) -> dict[str, An
             "drafts": result.drafts,
             "accepted": result.accepted,
             "samples": samples,
-            "greedy_agreement": result.agreement,
+            "greedy_agreement": result.greedy_agreement,
             "on_policy": own,
             "by_source": {
                 s: {**{k: v for k, v in row.items() if k != "by_position"}, "acceptance_by_position": _rates(row)}

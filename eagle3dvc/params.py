@@ -41,7 +41,7 @@ class Block(BaseModel):
 class DemoVerifier(Block):
     """The small Llama that `verifier.model: demo` trains; sizes in units, steps of optimisation."""
 
-    layers: Annotated[int, Field(ge=6)] = 8
+    layers: Annotated[int, Field(ge=7)] = 8
     hidden_size: Positive = 128
     heads: Positive = 4
     intermediate_size: Positive = 384

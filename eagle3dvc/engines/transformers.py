@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -109,7 +110,7 @@ class TransformersEngine:
         longest = max(len(t) for t in token_ids)
         ids = torch.zeros((len(token_ids), longest), dtype=torch.long)
         for row, t in enumerate(token_ids):
-            ids[row, : len(t)] = torch.as_tensor(t)
+            ids[row, : len(t)] = torch.from_numpy(np.array(t, dtype=np.int64))
         with self._captured() as kept:
             self.decoder(input_ids=ids.to(self.device), use_cache=False)
         return [torch.stack([kept[k][i, : len(t)] for k in self.layer_ids], 1) for i, t in enumerate(token_ids)]

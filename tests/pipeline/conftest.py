@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parents[2]
 SMALL = {
     "max_samples": 40,
     "verifier.demo": {
-        "layers": 6,
+        "layers": 7,
         "hidden_size": 64,
         "heads": 2,
         "intermediate_size": 128,

@@ -47,7 +47,7 @@ def test_a_partial_last_shard_is_the_only_one_computed_again(project):
     ("change", "computed"),
     [
         ({"extract__stored_dtype": "float8_e4m3fn"}, 4),
-        ({"extract__aux_layer_ids": [1, 3, 5]}, 4),
+        ({"extract__aux_layer_ids": [1, 3, 6]}, 4),
         ({"extract__dtype": "bfloat16"}, 4),
         ({"extract__batch_tokens": 512}, 0),
         ({"train__learning_rate": 0.002}, 0),
