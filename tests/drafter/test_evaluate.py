@@ -1,0 +1,194 @@
+"""The evaluate stage: what it reports is the walk of the exported drafter, with differences and intervals that mean something."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import world
+
+from eagle3dvc import evaluate
+from eagle3dvc.drafter import layouts
+from eagle3dvc.drafter import model as drafter_model
+from eagle3dvc.drafter.acceptance import walk
+from eagle3dvc.errors import UserError
+from eagle3dvc.hidden_states.reader import HiddenStates
+from eagle3dvc.params import parse
+from eagle3dvc.verifier import load_head
+
+
+def params(**settings):
+    return parse(
+        {
+            "max_samples": 48,
+            "prepare": {"responses": "verifier", "max_length": 64},
+            "extract": {"aux_layer_ids": world.AUX},
+            "evaluate": {"samples": 12, "bootstrap": 200, **settings},
+        }
+    )
+
+
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch):
+    """Run the stage in a folder of its own: (metrics, log, plots)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+
+    def go(drafter=trained.export, **settings):
+        log: dict = {}
+        made = evaluate.build(params(**settings), log, drafter, plots=tmp_path / "plots", **trained.world.folders)
+        return made, log, tmp_path / "plots"
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def untrained(trained, tmp_path_factory) -> Path:
+    """The same drafter with random weights in place of what it learnt."""
+    folder = tmp_path_factory.mktemp("untrained") / "speculators"
+    d = layouts.read(trained.export / "speculators")
+    torch.manual_seed(0)
+    for t in d.tensors.values():
+        if t.is_floating_point() and t.dim() == 2:
+            t.normal_(0, 0.1)
+    layouts.write(d, folder, "speculators")
+    return folder
+
+
+def test_metrics_are_the_walk_of_the_export(trained, run):
+    metrics, log, plots = run()
+    folders = trained.world.folders
+    data = HiddenStates(folders["hidden"], folders["prompts"])
+    drafter = drafter_model.load(trained.export / "speculators", folders["verifier"])
+    items = [data[int(i)] for i in data.splits["heldout"]]
+    wanted = walk(drafter, load_head(folders["verifier"]), items, 3, True)
+    assert metrics["drafts"] == wanted.drafts and metrics["accepted"] == wanted.accepted
+    assert metrics["acceptance_length"] == pytest.approx(1 + wanted.accepted / wanted.drafts, abs=1e-6)
+    assert metrics["acceptance_by_position"] == pytest.approx([n / wanted.drafts for n in wanted.by_position], abs=1e-6)
+    assert sum(metrics["acceptance_by_position"]) == pytest.approx(metrics["acceptance_length"] - 1, abs=1e-5)
+    assert metrics["samples"] == 12 and metrics["draft_tokens"] == 3 and metrics["on_policy"] is True
+    assert metrics["greedy_agreement"] == 1.0, "the answers of this world are the verifier's own"
+    low, high = metrics["acceptance_length_ci95"]
+    assert low < metrics["acceptance_length"] < high
+    assert metrics["by_source"].keys() == {"source-0", "source-1"}
+    assert sum(s["drafts"] for s in metrics["by_source"].values()) == metrics["drafts"]
+    assert log == {}, "no engine was asked for"
+    assert json.loads(json.dumps(metrics)) == metrics
+    assert run()[0] == metrics, "the same inputs give the same numbers"
+
+
+def test_plots_are_tables_of_the_same_numbers(run):
+    metrics, _, plots = run()
+    with open(plots / "by_position.csv") as f:
+        rows = list(csv.DictReader(f))
+    own = [float(r["accepted"]) for r in rows if r["source"] == "all"]
+    assert own == metrics["acceptance_by_position"]
+    assert {r["source"] for r in rows} == {"all", "source-0", "source-1"}
+    with open(plots / "by_source.csv") as f:
+        lengths = {r["source"]: float(r["acceptance_length"]) for r in csv.DictReader(f)}
+    assert lengths == {s: row["acceptance_length"] for s, row in metrics["by_source"].items()}
+
+
+def test_training_beats_no_training_by_more_than_its_interval(run, untrained):
+    metrics, _, _ = run(baseline=str(untrained))
+    found = metrics["baseline"]
+    assert found["acceptance_length"] < 1.3 < metrics["acceptance_length"]
+    assert found["difference"] == pytest.approx(metrics["acceptance_length"] - found["acceptance_length"], abs=1e-5)
+    low, high = found["difference_ci95"]
+    assert 0 < low < found["difference"] < high
+
+
+def test_a_drafter_does_not_differ_from_itself(trained, run):
+    found = run(baseline=str(trained.export / "sglang"))[0]["baseline"]
+    assert found["difference"] == 0 and found["difference_ci95"] == [0, 0]
+
+
+def test_the_sglang_layout_alone_gives_the_same_numbers(trained, run, tmp_path):
+    shutil.copytree(trained.export / "sglang", tmp_path / "only/sglang")
+    assert run(drafter=tmp_path / "only")[0] == run()[0]
+
+
+def test_draft_token_sweep(run):
+    metrics, _, _ = run(sweep_draft_tokens=[1, 2])
+    by = metrics["by_draft_tokens"]
+    assert list(by) == ["1", "2", "3"]
+    assert 1 < by["1"] <= by["2"] <= by["3"] == metrics["acceptance_length"] and by["1"] <= 2
+
+
+def test_baseline_of_a_git_revision(trained, run, untrained, tmp_path):
+    def call(*args: str) -> str:
+        return subprocess.run(args, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com"]
+    dvc = [sys.executable, "-m", "dvc"]
+    call(*git, "init", "-q")
+    call(*dvc, "init", "-q")
+    shutil.copytree(untrained, tmp_path / "models/export/speculators")
+    call(*dvc, "add", "-q", "models/export")
+    call(*git, "add", "-A")
+    call(*git, "commit", "-qm", "before")
+    revision = call(*git, "rev-parse", "HEAD")
+    shutil.rmtree(tmp_path / "models/export")
+    metrics, _, _ = run(baseline=revision)
+    assert metrics["baseline"]["acceptance_length"] == run(baseline=str(untrained))[0]["baseline"]["acceptance_length"]
+    shutil.rmtree(tmp_path / ".dvc/cache")
+    with pytest.raises(UserError, match="is in no cache or remote"):
+        run(baseline=revision)
+    with pytest.raises(UserError, match="neither a folder nor a git revision"):
+        run(baseline="no-such-thing")
+
+
+def test_what_cannot_be_evaluated(trained, run, tmp_path):
+    with pytest.raises(UserError, match="holds no drafter"):
+        run(drafter=tmp_path)
+    copy = Path(shutil.copytree(trained.export / "speculators", tmp_path / "other"))
+    config = json.loads((copy / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 4]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"reads the auxiliary layers \[2, 3, 4\], the hidden states hold \[1, 3, 5\]"):
+        run(drafter=copy)
+
+
+def test_no_heldout_split(trained, tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    texts = [np.arange(3, 13, dtype=np.int32) + i for i in range(4)]
+    world.write_data(trained.world.verifier, root, texts, [np.ones(10, dtype=bool)] * 4, ["train"] * 4)
+    with pytest.raises(UserError, match="has no held-out samples: raise prepare.heldout_fraction"):
+        evaluate.heldout(10, root / "hidden_states", root / "prompts")
+
+
+def test_difference_interval_is_paired():
+    """Two drafters that differ by one accepted token on every sample: the spread between samples must cancel."""
+    rng = np.random.default_rng(0)
+    drafts = np.full(50, 20)
+    accepted = rng.integers(0, 50, 50)
+    old, new = np.stack([drafts, accepted], 1), np.stack([drafts, accepted + 1], 1)
+    change, (low, high) = evaluate.difference(new, old, 300, 0)
+    assert change == pytest.approx(0.05) and low == pytest.approx(0.05) and high == pytest.approx(0.05)
+
+
+def test_prompts_of_heldout_samples_end_where_the_answer_begins(trained):
+    f = trained.world.folders
+    samples = evaluate.heldout(12, f["hidden"], f["prompts"])
+    prompts = evaluate.heldout_prompts(samples, 64)
+    items = list(samples)
+    assert len(prompts) == 12
+    for prompt, item in zip(prompts, items):
+        assert prompt.token_ids == item.token_ids[:6].tolist() and prompt.group == item.source
+
+
+def test_stop_tokens(tmp_path):
+    with pytest.raises(UserError, match="names no eos_token_id"):
+        evaluate.stop_tokens(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    assert evaluate.stop_tokens(tmp_path) == [2]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert evaluate.stop_tokens(tmp_path) == [2, 7]
