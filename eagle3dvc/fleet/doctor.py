@@ -471,8 +471,11 @@ def _header(path: Path) -> tuple[dict, int]:
 
 
 def check_verifier(c: Context) -> Iterator[Finding]:
+    if c.source is None and c.params is None:
+        yield warning("not checked: params.yaml is invalid", "correct params.yaml first")
+        return
     if c.source is None:
-        model = c.params.verifier.model if c.params else "?"
+        model = c.params.verifier.model
         if model == "demo":
             yield ok("the demo verifier is built by the verifier stage")
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", model):

@@ -91,7 +91,8 @@ def prepare(stage: str | None = None, say: Callable[[str], None] = print) -> Rea
     for line in lines:
         say(str(line))
     if failures := [line for line in lines if line.level == "failure"]:
-        raise UserError(f"doctor found {len(failures)} failure(s), the first in {failures[0].check}: {failures[0].fix}")
+        first = failures[0]
+        raise UserError(f"doctor found {len(failures)} failure(s), the first is {first.check} ({first.text}): {first.fix}")
     pipeline = stages()
     run = to_run(pipeline)
     if stage is not None:
@@ -104,7 +105,7 @@ def prepare(stage: str | None = None, say: Callable[[str], None] = print) -> Rea
     pull = to_pull(pipeline, run)
     if pull:
         say(f"pulling {', '.join(pull)}")
-        r = subprocess.run([sys.executable, "-m", "dvc", "pull", *pull], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+        r = subprocess.run([sys.executable, "-m", "dvc", "pull", *pull], stdin=subprocess.DEVNULL, stdout=2)
         if r.returncode:
             raise UserError(f"dvc pull {' '.join(pull)} failed: was it pushed from the machine that made it (dvc push)?")
     # --allow-missing: outputs that no stage here reads are not worth pulling
