@@ -30,7 +30,8 @@ from eagle3dvc.prompts.conversations import Conversation, Rejected
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Some templates print today's date where none is given. The same inputs must give the same bytes tomorrow.
 TODAY = datetime.datetime(2025, 1, 1)
-THINKING = ("enable_thinking", "thinking")  # the names under which templates know it
+THINKING = ("enable_thinking", "thinking")  # the names under which templates know the switch
+REASONING = ("reasoning_content", "reasoning", "thinking")  # the names under which they look for a message's reasoning
 RESERVED = ("conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 Span = tuple[int, int]  # characters [start, end) of the rendered text
@@ -43,6 +44,12 @@ class Encoded:
     token_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]
     missed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Habit:
+    closing: str  # what ends every rendering without a generation prompt
+    prompts: bool  # whether add_generation_prompt changes anything
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False):
@@ -86,6 +93,11 @@ def _template_text(value: str | None) -> str | None:
         ) from None
 
 
+def _with_text_arguments(call: dict) -> dict:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
 class Renderer:
     """Renders and tokenises conversations with one template; what `encode` is given in batches it tokenises in parallel."""
 
@@ -99,6 +111,8 @@ class Renderer:
         self.tokenizer, self.thinking = tokenizer, thinking
         self._given, self._kwargs = template, dict(template_kwargs or {})
         self._templates: dict[bool, str] = {}
+        self._habits: dict[bool, _Habit] = {}
+        self._text_arguments = False  # whether templates see the arguments of tool calls as JSON text
         self._variables = {**tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **self._kwargs}
         if thinking is not None:
             self._variables = {**dict.fromkeys(THINKING, thinking), **self._variables}
@@ -145,7 +159,8 @@ class Renderer:
 
     def text(self, messages: list[dict], tools: list[dict] | None = None, generation_prompt: bool = False) -> str:
         """What the template renders; raises Rejected where it refuses the messages."""
-        return self._render(messages, tools, generation_prompt)[0]
+        text, _ = self._render(messages, tools, generation_prompt)
+        return text if generation_prompt else self._unclosed(text, tools)
 
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
         """Token ids of messages and the generation prompt: what an engine is given to write the next answer."""
@@ -170,14 +185,20 @@ class Renderer:
         return text, spans[0] if spans else []
 
     def _plain(self, messages: list[dict]) -> list[dict]:
-        """Messages as the template is to see them: without reasoning where prepare.thinking is false."""
-        if self.thinking is not False:
-            return messages
+        """Messages as the template is to see them.
+
+        Reasoning goes under every name that templates look for it, and goes away where prepare.thinking is false.
+        """
         plain = []
         for message in messages:
-            message = {k: v for k, v in message.items() if k != "reasoning_content"}
-            if message["role"] == "assistant" and message["content"].lstrip().startswith("<think>"):
+            message = dict(message)
+            reasoning = message.pop("reasoning_content", None)
+            if self.thinking is False and message["role"] == "assistant" and message["content"].lstrip().startswith("<think>"):
                 message["content"] = message["content"].rpartition("</think>")[2].lstrip("\n")
+            if reasoning and self.thinking is not False:
+                message.update(dict.fromkeys(REASONING, reasoning))
+            if self._text_arguments and message.get("tool_calls"):
+                message["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
             plain.append(message)
         return plain
 
@@ -188,6 +209,20 @@ class Renderer:
 
         Raises UserError where the template's own marks and the render boundaries disagree.
         """
+        try:
+            return self._locate(conversation)
+        except Rejected as e:
+            calls = any("tool_calls" in m for m in conversation.messages)
+            if e.reason != "template_error" or not calls or self._text_arguments:
+                raise
+        # vLLM gives templates the arguments of a tool call as a mapping; some (DeepSeek-V3) take only JSON text.
+        self._text_arguments = True
+        try:
+            return self._locate(conversation)
+        finally:
+            self._text_arguments = False
+
+    def _locate(self, conversation: Conversation) -> tuple[str, list[Span], int]:
         messages, tools = self._plain(conversation.messages), conversation.tools
         while messages and messages[-1]["role"] != "assistant":
             messages = messages[:-1]
@@ -195,27 +230,43 @@ class Renderer:
             raise Rejected(
                 "no_assistant", "it has no assistant turn: nothing to learn from; prepare.responses: verifier writes one"
             )
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if bool(tools) not in self._habits:
+            self._habits[bool(tools)] = self._habit(messages[: turns[0]], tools)
         marked = bool(GENERATION.search(self.template(bool(tools))))
         text, marks = self._render(messages, tools, False, marks=marked)
+        text = self._unclosed(text, tools)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise Rejected("invalid_unicode", "its text holds half of a surrogate pair") from None
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        found: list[Span] = []
+        found: list[Span | None] = []
+        last_end = 0
         for i in turns:
             span = self._turn(messages, tools, i, text)
-            if span and span[0] >= (found[-1][1] if found else 0):
-                found.append(span)
-        self._nothing_lost(messages, tools, text, found[-1] if len(found) == len(turns) else None)
-        spans = [(a, self._end(text, a, b)) for a, b in found]
+            found.append(span if span and span[0] >= last_end else None)
+            last_end = found[-1][1] if found[-1] else last_end
+        spans = [(span[0], self._end(text, *span)) for span in found if span]
         if marked:
-            spans = self._agreed(conversation.where, text, spans, marks, messages, tools, turns, len(found) == len(turns))
+            spans = self._agreed(conversation.where, text, spans, marks, messages, tools, turns, None not in found)
         if not spans:
             raise Rejected(
                 "turns_not_found", "the chat template renders its assistant turns in another way once they are history"
             )
+        self._nothing_lost(messages, tools, text, dict(zip(turns, found)))
         return text, spans, len(turns) - len(spans)
+
+    def _habit(self, messages: list[dict], tools) -> _Habit:
+        """What the template does at the end of every rendering, seen on messages that end with a question."""
+        prompt, before = (self._render(messages, tools, flag)[0] for flag in (True, False))
+        eos = self.tokenizer.eos_token or ""
+        closes = bool(eos) and before.endswith(eos) and not prompt.startswith(before)
+        return _Habit(closing=eos if closes else "", prompts=prompt != before)
+
+    def _unclosed(self, text: str, tools) -> str:
+        """A finished rendering without what some templates (Phi-3) close it with, which is no part of the last turn."""
+        habit = self._habits.get(bool(tools))
+        return text.removesuffix(habit.closing) if habit and habit.closing else text
 
     def _turn(self, messages, tools, i: int, text: str) -> Span | None:
         """Where assistant turn `i` stands in the full text, through everything the template adds to it; None if unsure."""
@@ -225,47 +276,64 @@ class Renderer:
         if anchored and text.startswith(through) and len(through) > len(prompt):
             return len(prompt), len(through)
         # The turn is rendered in another way in the full text (reasoning removed, say), or the generation prompt holds more
-        # than the finished turn does (an opened <think>): look for its content, with all that follows it, behind its anchor.
-        before = self.text(messages[:i], tools)
-        content = messages[i]["content"].rpartition("</think>")[2].strip()
-        at = through.rfind(content)
-        after = through[at + len(content) :]  # tool calls, the end-of-turn token
-        if not text.startswith(before) or not content or at < len(before) or not after.strip():
+        # than the finished turn does (an opened <think>): look for its visible part, with all that follows, behind its anchor.
+        anchor = prompt if anchored else self.text(messages[:i], tools)
+        if not text.startswith(anchor):
             return None
         start = len(os.path.commonprefix([prompt, text]))
-        found = text.find(content + after, start if anchored else len(before))
-        if found < 0:
+        own = through[len(os.path.commonprefix([anchor, through])) :]  # the turn, with its header if not anchored
+        content = messages[i]["content"].rpartition("</think>")[2].strip()
+        at = own.rfind(content) if content else -1
+        for visible in (own.rpartition("</think>")[2].lstrip() if "</think>" in own else "", own[at:] if at >= 0 else ""):
+            found = text.find(visible, len(anchor)) if visible.strip() else -1
+            if found >= 0:
+                break
+        else:
             return None
+        if header := prompt[start:].strip():  # the same header with other whitespace, or one the finished turn lacks
+            at = text.find(header, start, found)
+            start = at + len(header) if at >= 0 else start
         start = min(start, found)
-        if (extra := text[start:found].strip()) and extra not in through[len(before) : at]:
-            return None  # something that is not the template's own stands between the anchor and the content
-        return start, found + len(content + after)
+        if (extra := text[start:found].strip()) and extra not in own:
+            return None  # something that is not the template's own stands between the anchor and the answer
+        return start, found + len(visible)
 
     def _end(self, text: str, start: int, end: int) -> int:
         """The end of a turn without the whitespace behind its end-of-turn token."""
         stripped = text[start:end].rstrip()
         return start + len(stripped) if stripped.endswith(self._end_marks) else end
 
-    def _nothing_lost(self, messages, tools, text: str, last: Span | None) -> None:
+    def _nothing_lost(self, messages, tools, text: str, found: dict[int, Span | None]) -> None:
         """Raises Rejected where the template leaves out a part of the conversation that it should have rendered."""
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise Rejected("not_rendered", f"the chat template leaves out or changes the {message['role']} message")
+        starts, ends = zip(*((0, 0), *(span for span in found.values() if span)))
+        outside = "".join(text[a:b] for a, b in zip(ends, (*starts[1:], len(text))))
         for tool in tools or []:
-            if (name := tool.get("function", tool).get("name")) and name not in text:
+            if str(name := tool.get("function", tool).get("name", "")) not in outside:
                 raise Rejected("not_rendered", f"the chat template leaves out the tool {name!r}")
-        if last is None:
-            return
-        answer, turn = messages[-1], text[slice(*last)]
-        parts = {
-            "content": answer["content"].rpartition("</think>")[2],
-            "reasoning": answer.get("reasoning_content", ""),
-            **{f"call of {c['function']['name']!r}": c["function"]["name"] for c in answer.get("tool_calls", [])},
-        }
-        for name, part in parts.items():
-            if part.strip() not in turn:
-                hint = " (prepare.thinking: false drops it)" if name == "reasoning" else ""
-                raise Rejected("not_rendered", f"the chat template leaves out or changes the {name} of the last answer{hint}")
+        for i, span in found.items():
+            if span is None:
+                continue
+            answer, turn, habit = messages[i], text[slice(*span)], self._habits[bool(tools)]
+            content = answer["content"].rpartition("</think>")[2].strip()
+            parts = {"content": content}
+            if i == len(messages) - 1:  # templates may drop the reasoning of earlier turns
+                parts["reasoning"] = answer.get("reasoning_content", "")
+            for call in answer.get("tool_calls", []):
+                parts[f"call of {call['function']['name']!r}"] = call["function"]["name"]
+            for name, part in parts.items():
+                if part.strip() not in turn:
+                    hint = " (prepare.thinking: false drops it)" if name == "reasoning" else ""
+                    raise Rejected(
+                        "not_rendered", f"the chat template leaves out or changes the {name} of message {i + 1}{hint}"
+                    )
+            lead = turn[: turn.find(content)].strip() if content else ""
+            if lead and not habit.prompts and any(mark in lead for mark in self._end_marks) and "think" not in lead:
+                raise Rejected(
+                    "no_generation_prompt", f"the chat template ignores add_generation_prompt but writes {lead!r} itself"
+                )
 
     def _agreed(self, where, text, spans, marks, messages, tools, turns, complete: bool) -> list[Span]:
         """The spans, checked against the template's own marks.
