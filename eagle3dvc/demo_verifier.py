@@ -140,6 +140,73 @@ def batches(tok, steps: int, batch_size: int) -> Iterator[tuple[Any, Any]]:
         done += window
 
 
+def start_with_copying(model) -> None:
+    """Set the first two layers' attention to an induction circuit (Olsson et al. 2022), in place.
+
+    Copying a word from the question takes a head that looks at the token before and a head in a later layer that finds
+    where the present token stood before and copies what followed. Random weights find these two together only after
+    thousands of steps, which a minute does not hold; from here on they are trained like all other weights.
+
+    The residual stream is cut into quarters: the token itself, the one before, the one before that, the copied one.
+    Element 0 is the same for all tokens, so that the heads of layer 0 have something to build position-only scores on.
+    """
+    import torch
+
+    config = model.config
+    heads, quarter = config.num_attention_heads, config.hidden_size // 4
+    head_dim = config.hidden_size // heads
+    half, n = head_dim // 2, quarter - 1
+    frequency = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)  # radians a position, falling
+    size, constant = 0.5, 4.0  # of the embedding's elements; element 0 in units of it
+    embed = model.model.embed_tokens.weight
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    with torch.no_grad():
+        embed[:, 1:quarter] *= size / config.initializer_range
+        embed[:, 0] = constant * size
+
+        # Layer 0, heads 0 and 1: attend 1 and 2 tokens back, write what stands there into quarters 1 and 2.
+        # A query and a key turned by `back` positions against each other score highest at that distance.
+        rms = ((constant**2 + n) / config.hidden_size) ** 0.5  # of the input, in units of `size`
+        fast = torch.arange(half) < max(2, half // 4)
+        peak = 4.0 * head_dim**0.5 / ((constant / rms) ** 2 * (1 - frequency[fast].cos()).sum())
+        wave = torch.where(fast, peak.sqrt(), 0.0)
+        carried = min(n, head_dim)
+        for head, back in enumerate((1, 2)):
+            rows = slice(head * head_dim, (head + 1) * head_dim)
+            for projection in (first.q_proj, first.k_proj, first.v_proj):
+                projection.weight[rows] = 0
+            first.o_proj.weight[:, rows] = 0
+            first.q_proj.weight[rows, 0] = torch.cat((wave, torch.zeros(half)))
+            turn = back * frequency
+            first.k_proj.weight[rows, 0] = torch.cat((wave * turn.cos(), wave * turn.sin()))
+            values, target = torch.arange(carried), back * quarter + 1 + torch.arange(carried)
+            first.v_proj.weight[head * head_dim + values, 1 + values] = 1.0
+            first.o_proj.weight[target, head * head_dim + values] = rms
+
+        # Layer 1, every head: look where (token before, token before that) equal the present (token, token before), in
+        # the slowly turning pairs, so that distance matters little; copy the token there into quarter 3.
+        rms = ((constant**2 + 3 * n) / config.hidden_size) ** 0.5
+        slow = torch.arange(3 * half // 8, half)
+        slow = torch.cat((slow, slow + half))
+        match = (0.8 * head_dim**0.5) ** 0.5 * rms
+        generator = torch.Generator().manual_seed(0)
+        for head in range(heads):
+            rows = slice(head * head_dim, (head + 1) * head_dim)
+            for projection in (second.q_proj, second.k_proj, second.v_proj):
+                projection.weight[rows] *= 0.1
+            second.o_proj.weight[:, rows] *= 0.1
+            for i, there in enumerate((slow[0::2], slow[1::2])):
+                some = 1 + torch.randperm(n, generator=generator)[: len(there)]
+                there = head * head_dim + there[: len(some)]
+                second.q_proj.weight[there, i * quarter + some] = match
+                second.k_proj.weight[there, (i + 1) * quarter + some] = match
+            copied = torch.arange(1, quarter)[head::heads]
+            values = head * head_dim + torch.arange(len(copied))
+            second.v_proj.weight[values, copied] = 1.0
+            second.o_proj.weight[3 * quarter + copied, values] = size * rms
+        model.lm_head.weight[:, 3 * quarter + 1 : 4 * quarter] = 0.3 * embed[:, 1:quarter] / size
+
+
 def train(settings: DemoVerifier, progress=None):
     """Train it; returns (model in eval mode, float32, tokenizer). `progress(step, loss)` is called after each step."""
     import torch
@@ -165,10 +232,11 @@ def train(settings: DemoVerifier, progress=None):
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).train()
+        start_with_copying(model)
         decay = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), fused=True)
         warmup = max(1, settings.steps // 20)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda s: min((s + 1) / warmup, max(0.02, 1 - s / settings.steps))

@@ -42,8 +42,8 @@ class DemoVerifier(Block):
     """The small Llama that `verifier.model: demo` trains; sizes in units, steps of optimisation."""
 
     layers: Annotated[int, Field(ge=7)] = 8
-    hidden_size: Positive = 128
-    heads: Positive = 4
+    hidden_size: Annotated[int, Field(ge=32)] = 128
+    heads: Annotated[int, Field(ge=2)] = 4
     intermediate_size: Positive = 384
     vocab_size: Annotated[int, Field(ge=300)] = 1024
     steps: Positive = 600
@@ -51,8 +51,8 @@ class DemoVerifier(Block):
 
     @model_validator(mode="after")
     def _heads(self):
-        if self.hidden_size % self.heads:
-            raise ValueError(f"verifier.demo.heads = {self.heads} does not divide hidden_size = {self.hidden_size}")
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(f"verifier.demo.heads = {self.heads} does not divide half of hidden_size = {self.hidden_size}")
         return self
 
 
