@@ -40,6 +40,7 @@ def build(
     What lies at `out` is replaced only by a finished folder. Raises UserError for anything that makes the whole run
     useless: a source that cannot be read, no usable row, more than prepare.max_rejected_fraction of them rejected.
     """
+    _check_length(params.prepare.max_length, Path(verifier))
     out = Path(out)
     unfinished = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
@@ -231,6 +232,17 @@ class _Run:
             f"prepare: {metrics['samples']:,} samples ({metrics['heldout_samples']:,} held out), {metrics['tokens']:,} tokens, "
             f"{metrics['supervised_tokens']:,} supervised; {metrics['rejected']:,} rows rejected, "
             f"{metrics['duplicates']:,} duplicates dropped, {metrics['truncated']:,} truncated"
+        )
+
+
+def _check_length(max_length: int, verifier: Path) -> None:
+    """Raises UserError where samples may be longer than the verifier can read: its states would mean nothing."""
+    config = verifier / "config.json"
+    longest = json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings") if config.is_file() else None
+    if longest and max_length > longest:
+        raise UserError(
+            f"prepare.max_length = {max_length} is more than the verifier's {longest} positions (max_position_embeddings): "
+            f"set it to {longest} or less"
         )
 
 

@@ -342,24 +342,24 @@ class Renderer:
         decides. Anything else that only one of the two holds raises UserError. Turns whose boundaries were not found
         are taken from the marks.
         """
-        ours, theirs = np.zeros(len(text), bool), np.zeros(len(text), bool)
-        for a, b in spans:
-            ours[a:b] = True
+        ours, theirs, free = np.zeros((3, len(text)), bool)
         for a, b in marks:
             theirs[a:b] = True
-        free = np.array([c.isspace() for c in text], bool)
         for a, b in spans:
-            stripped = text[a:b]
-            if mark := max((m for m in self._end_marks if stripped.endswith(m)), key=len, default=""):
-                free[b - len(mark) : b] = True
-        for i, (a, _) in zip(turns, spans) if complete else ():
-            free[len(os.path.commonprefix([self.text(messages[:i], tools), text])) : a] = True
-        wrong = np.flatnonzero((ours != theirs) & ~free)
-        if not complete:
+            ours[a:b] = True
+            mark = max((m for m in self._end_marks if text.endswith(m, a, b)), key=len, default="")
+            free[b - len(mark) : b] = True
+        if complete:
+            for i, (a, _) in zip(turns, spans):
+                if not (ours[:a] == theirs[:a]).all():  # else nothing to excuse, and a render saved
+                    free[len(os.path.commonprefix([self.text(messages[:i], tools), text])) : a] = True
+            wrong = (ours != theirs) & ~free
+        else:
             spans = spans + [(a, self._end(text, a, b)) for a, b in marks if not ours[a:b].any()]
-            wrong = np.flatnonzero(ours & ~theirs & ~free)
-        if len(wrong):
-            at, who = int(wrong[0]), "the template's {% generation %} marks"
+            wrong = ours & ~theirs & ~free
+        wrong = [at for at in np.flatnonzero(wrong).tolist() if not text[at].isspace()]
+        if wrong:
+            at, who = wrong[0], "the template's {% generation %} marks"
             side = (
                 f"inside the assistant turn but outside {who}" if ours[at] else f"inside {who} but outside the assistant turn"
             )
