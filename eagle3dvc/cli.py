@@ -28,6 +28,22 @@ def params(path: str = "params.yaml") -> None:
 
 
 @app.command()
+def use(
+    model: Annotated[str, typer.Argument(help="demo, a local folder or a hub id")],
+    revision: Annotated[str | None, typer.Option(help="hub commit, tag or branch")] = None,
+    name: Annotated[str | None, typer.Option(help="public id of a local verifier, which exported drafters will name")] = None,
+    path: Annotated[str, typer.Option("--params")] = "params.yaml",
+) -> None:
+    """Choose the verifier: set verifier.model, revision, name and watch in params.yaml."""
+    from eagle3dvc.verifier import use as use_verifier
+
+    changed = use_verifier(model, revision, name, path)
+    for key, (old, new) in changed.items():
+        typer.echo(f"{key}: {old} -> {new}")
+    typer.echo(f"{path}: {'written' if changed else 'unchanged'}")
+
+
+@app.command()
 def verify(
     folder: str = "data/hidden_states",
     prompts: str = "data/prompts",

@@ -144,10 +144,16 @@ def _reload(data: Any) -> Any:
 
 def apply(name: str, path: str | Path = "params.yaml", folder: Path = FOLDER) -> dict[str, tuple[Any, Any]]:
     """Write a profile into a params file; {dotted key: (old, new)}. Raises UserError and writes nothing if the result is invalid."""
-    path, overlay_path = Path(path), find(name, folder)
+    overlay_path = find(name, folder)
+    return write(_read(overlay_path), path, f"profile {overlay_path}")
+
+
+def write(overlay: dict[str, Any], path: str | Path, what: str) -> dict[str, tuple[Any, Any]]:
+    """Write `overlay`, called `what` in messages, into a params file, whole or not at all; {dotted key: (old, new)}."""
+    path = Path(path)
     data = _read(path)
-    changed = merge(data, _read(overlay_path))
-    params_module.parse(_reload(data), f"{path} with profile {overlay_path}")
+    changed = merge(data, overlay)
+    params_module.parse(_reload(data), f"{path} with {what}")
     if not changed:
         return changed
     target = path.resolve()  # a linked params.yaml stays a link

@@ -326,6 +326,25 @@ def open_folder(folder: Path, where: str | None = None) -> Checkpoint:
     return _checked(Checkpoint(at, folder, config, tied, locate(files, tied, at), files), whole=True)
 
 
+def use(model: str, revision: str | None, name: str | None, path: str | Path) -> dict[str, tuple[Any, Any]]:
+    """Make `model` the verifier of a params file, comments kept; {dotted key: (old, new)} of what changed.
+
+    A local folder is checked first (config, weights' names and headers) and becomes `verifier.watch`, so that DVC re-runs
+    when it changes. Raises UserError and writes nothing when the verifier or the resulting parameters are invalid.
+    """
+    from eagle3dvc import profiles
+    from eagle3dvc.params import Verifier
+
+    source = source_of(model)
+    if revision and source != "hub":
+        raise UserError(f"--revision {revision} goes with a hub id, and {model} is {source}")
+    if source == "local":
+        open_folder(Path(model))
+    watch = model if source == "local" else Verifier.model_fields["watch"].default
+    settings = {"model": model, "revision": revision, "name": name, "watch": watch}
+    return profiles.write({"verifier": settings}, path, f"verifier.model = {model}")
+
+
 # ---------------------------------------------------------------- config
 
 
