@@ -26,6 +26,18 @@ def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return flat
 
 
+def _live(folder: Path) -> Any:
+    """A DVCLive writer that opens no repository: the folder is an output of a running stage, so experiments and commits are
+    DVC's business; and opening takes seconds and fails in a repository without a commit."""
+    from dvclive import Live
+
+    class Writer(Live):
+        def _init_dvc(self) -> None:
+            self._dvc_file, self._save_dvc_exp = "dvc.yaml", False
+
+    return Writer(dir=str(folder), save_dvc_exp=False, dvcyaml=None)
+
+
 class CurvesHandler(logging.Handler):
     """Writes one table a metric under `folder` (`train/loss.tsv` ...: columns step and the metric's name)."""
 
@@ -36,11 +48,8 @@ class CurvesHandler(logging.Handler):
 
     def restart(self, rows: list[dict[str, Any]]) -> None:
         """Begin the curves anew with the rows of an earlier part of the same run (a resumed run shows one whole curve)."""
-        from dvclive import Live
-
         shutil.rmtree(self.folder, ignore_errors=True)
-        logging.getLogger("dvclive").setLevel(logging.WARNING)  # it announces an experiment name that nothing here uses
-        self._live = Live(dir=str(self.folder), save_dvc_exp=False, dvcyaml=None)
+        self._live = _live(self.folder)
         for row in rows:
             self._write(row["step"], {k: v for k, v in row.items() if k != "step"})
 
