@@ -282,49 +282,54 @@ def stop_tokens(folder: str | Path) -> list[int]:
 
 
 def run_engine(params: Params, drafter: Path, samples: Heldout, verifier: str | Path) -> dict[str, Any]:
-    """Speculative decoding in vLLM, with and without the drafter on the same settings. Returns what goes to the log.
-
-    Draft-token counts are those of evaluate.draft_tokens and sweep_draft_tokens, one engine each, plus one without a drafter.
-    """
+    """Speculative decoding in vLLM, with and without the drafter on the same settings. Returns what goes to the log."""
     from eagle3dvc import serving
     from eagle3dvc.stage import root
+
+    plain, specs = engine_specs(params, drafter, samples, verifier)
+    logs = root() / "logs"
+    base = serving.measure(plain, logs / "evaluate-plain.log")
+    found = {k: serving.measure(spec, logs / f"evaluate-draft{k}.log") for k, spec in specs.items()}
+    return compare(base, found, params.evaluate.draft_tokens, params.extract.dtype)
+
+
+def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str | Path) -> tuple[Any, dict[int, Any]]:
+    """(the engine without a drafter, {draft tokens: the same engine with it}): serving.Spec each.
+
+    Draft-token counts are those of evaluate.draft_tokens and sweep_draft_tokens. Raises UserError where there is no prompt.
+    """
+    import dataclasses
+
+    from eagle3dvc import serving
     from eagle3dvc.verifier import load_info, model_path
 
     e, x = params.evaluate, params.extract
-    room = params.prepare.max_length
-    prompts = file_prompts(params, verifier, e.samples) if e.prompts else heldout_prompts(samples, room)
+    prompts = file_prompts(params, verifier, e.samples) if e.prompts else heldout_prompts(samples, params.prepare.max_length)
     if not prompts:
         raise UserError("there is no prompt to decode: give evaluate.prompts, or held-out samples with an answer")
-    info = load_info(verifier)
-    args = {
-        "trust_remote_code": params.verifier.trust_remote_code,
-        "quantization": x.quantization,
-        "kv_cache_dtype": x.kv_cache_dtype,
-        "tensor_parallel_size": x.tensor_parallel_size,
-        "enable_expert_parallel": x.enable_expert_parallel,
-        "gpu_memory_utilization": x.gpu_memory_utilization,
-        "enforce_eager": x.enforce_eager,
-        "skip_tokenizer_init": True,
-        **x.engine_args,
-    }
-    base = {
-        "prompts": [p.token_ids for p in prompts],
-        "groups": [p.group for p in prompts],
-        "max_new_tokens": e.max_new_tokens,
-        "model": model_path(params, info),
-        "stop_token_ids": stop_tokens(verifier),
-        "batch_sizes": e.batch_sizes,
-        "dtype": x.dtype,
-        "engine_args": args,
-        "env": x.env,
-    }
-    logs = root() / "logs"
-    plain = serving.measure(serving.Spec(**base), logs / "evaluate-plain.log")
-    found: dict[int, serving.Result] = {}
-    for k in sorted({e.draft_tokens, *e.sweep_draft_tokens}):
-        spec = serving.Spec(**base, drafter=str(drafter), draft_tokens=k)
-        found[k] = serving.measure(spec, logs / f"evaluate-draft{k}.log")
-    return compare(plain, found, e.draft_tokens, x.dtype)
+    plain = serving.Spec(
+        prompts=[p.token_ids for p in prompts],
+        groups=[p.group for p in prompts],
+        max_new_tokens=e.max_new_tokens,
+        model=model_path(params, load_info(verifier)),
+        stop_token_ids=stop_tokens(verifier),
+        batch_sizes=e.batch_sizes,
+        dtype=x.dtype,
+        engine_args={
+            "trust_remote_code": params.verifier.trust_remote_code,
+            "quantization": x.quantization,
+            "kv_cache_dtype": x.kv_cache_dtype,
+            "tensor_parallel_size": x.tensor_parallel_size,
+            "enable_expert_parallel": x.enable_expert_parallel,
+            "gpu_memory_utilization": x.gpu_memory_utilization,
+            "enforce_eager": x.enforce_eager,
+            "skip_tokenizer_init": True,
+            **x.engine_args,
+        },
+        env=x.env,
+    )
+    counts = sorted({e.draft_tokens, *e.sweep_draft_tokens})
+    return plain, {k: dataclasses.replace(plain, drafter=str(drafter), draft_tokens=k) for k in counts}
 
 
 def compare(plain: Any, found: dict[int, Any], draft_tokens: int, dtype: str) -> dict[str, Any]:

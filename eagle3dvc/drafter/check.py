@@ -125,7 +125,9 @@ def self_check(folder: Path, model, dtype: torch.dtype, probes: list[Window]) ->
             f"{folder}: config.json names auxiliary layers {ref.aux_layer_ids} (vLLM's ids) but the drafter was trained on "
             f"{trained_on}: it would read other layers than it knows"
         )
-    rounded = copy.deepcopy(model).to(dtype).float()
+    rounded = copy.deepcopy(model)
+    for p in rounded.parameters():  # not the buffers: rope frequencies stay float32 in every engine
+        p.data = p.data.to(dtype).float()
     mapping = model.d2t if getattr(model, "d2t", None) is not None else None
     worst, same, total = 0.0, 0, 0
     for w in probes:
