@@ -234,6 +234,8 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
                 "roles_out_of_order", f"message {i} is {message['role']} {after}: {' or '.join(allowed[last])} expected"
             )
         last = message["role"]
+    if last == "system":
+        raise Rejected("no_question", "it has a system message only")
 
 
 def _tokens(ids: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -308,11 +308,9 @@ class Renderer:
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise Rejected("not_rendered", f"the chat template leaves out or changes the {message['role']} message")
-        starts, ends = zip(*((0, 0), *(span for span in found.values() if span)))
-        outside = "".join(text[a:b] for a, b in zip(ends, (*starts[1:], len(text))))
-        for tool in tools or []:
-            if str(name := tool.get("function", tool).get("name", "")) not in outside:
-                raise Rejected("not_rendered", f"the chat template leaves out the tool {name!r}")
+        question = messages[: min(found)]
+        if tools and self.text(question, tools, generation_prompt=True) == self.text(question, None, generation_prompt=True):
+            raise Rejected("not_rendered", "the chat template leaves out the tools")
         for i, span in found.items():
             if span is None:
                 continue
@@ -329,10 +327,10 @@ class Renderer:
                     raise Rejected(
                         "not_rendered", f"the chat template leaves out or changes the {name} of message {i + 1}{hint}"
                     )
-            lead = turn[: turn.find(content)].strip() if content else ""
-            if lead and not habit.prompts and any(mark in lead for mark in self._end_marks) and "think" not in lead:
+            header = next((m for m in self._end_marks if turn.lstrip().startswith(m) and not content.startswith(m)), None)
+            if content and header and not habit.prompts and "think" not in header:
                 raise Rejected(
-                    "no_generation_prompt", f"the chat template ignores add_generation_prompt but writes {lead!r} itself"
+                    "no_generation_prompt", f"the chat template ignores add_generation_prompt but writes {header!r} itself"
                 )
 
     def _agreed(self, where, text, spans, marks, messages, tools, turns, complete: bool) -> list[Span]:
