@@ -79,7 +79,15 @@ def choose(params: Params, info: VerifierInfo) -> str:
 
 
 def make(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) -> Engine:
-    """Load the verifier into the engine that params ask for."""
+    """Load the verifier into the engine that params ask for, or into extract.workers of them (through Ray)."""
+    if params.extract.workers > 1:
+        try:
+            from eagle3dvc.engines.ray import RayEngine
+        except ImportError as e:
+            raise UserError(
+                f"extract.workers = {params.extract.workers} needs Ray ({e}): pip install 'ray>=2.40', or set extract.workers to 1"
+            ) from e
+        return RayEngine(params, info, layer_ids)
     name = choose(params, info)
     if name == "transformers":
         from eagle3dvc.engines.transformers import TransformersEngine

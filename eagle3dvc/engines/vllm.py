@@ -171,6 +171,10 @@ class VllmEngine:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+        if has_kv_transfer_group():
+            raise RuntimeError("a vLLM engine is open in this process: close it first")
         with _engine_log("loading the verifier into vLLM") as log:
             try:
                 self._engine = vllm_compat.new_engine(self.args)

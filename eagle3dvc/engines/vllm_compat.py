@@ -94,10 +94,13 @@ def new_engine(args: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    args = dict(args)
-    if isinstance(args.get("kv_transfer_config"), dict):
-        args["kv_transfer_config"] = KVTransferConfig(**args["kv_transfer_config"])
-    return LLMEngine.from_engine_args(EngineArgs(**args), enable_multiprocessing=False)
+    from eagle3dvc.engines.vllm_scheduler import NoDrafts, NoDraftsAsync
+
+    args = {**args, "kv_transfer_config": KVTransferConfig(**args["kv_transfer_config"])}
+    config = EngineArgs(**args).create_engine_config()
+    scheduling = config.scheduler_config
+    scheduling.scheduler_cls = NoDraftsAsync if scheduling.async_scheduling else NoDrafts
+    return LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
 
 def add_request(engine: Any, request_id: str, token_ids: Sequence[int], params: Any) -> None:
