@@ -179,7 +179,7 @@ def _inputs(params: Params, paths: dict[str, str]) -> Inputs:
                 f"the {name} split has no sample with a token to learn ({paths['prompts']}): raise {key} (now "
                 f"{params.max_samples if key == 'max_samples' else params.prepare.heldout_fraction}) or max_samples"
             )
-    warm = warm_folder(t.warm_start) if t.warm_start else None
+    warm = warm_folder(t.warm_start, layer_ids[:-1], info.name) if t.warm_start else None
     if warm is not None:
         raw, tensors = model.read_checkpoint(warm)
         draft_vocab = model.vocab_of(tensors, raw, warm)
@@ -222,9 +222,10 @@ def _digest(params: Params, paths: dict[str, str], info: Any, warm: Path | None,
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def warm_folder(where: str) -> Path:
+def warm_folder(where: str, aux_layer_ids: list[int], verifier: str) -> Path:
     """The checkpoint folder (speculators layout) that train.warm_start names: a folder of that layout or of EAGLE's, the
-    models/drafter of another checkout, or a git revision of this one. Raises UserError."""
+    models/drafter of another checkout, or a git revision of this one. A checkpoint in EAGLE's layout that does not say its layer
+    ids or its verifier is taken to have this run's. Raises UserError."""
     path = Path(where)
     if not path.is_dir():
         path = _from_revision(where)
@@ -239,7 +240,7 @@ def warm_folder(where: str) -> Path:
 
     out = stage.work_dir("train-warm") / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     shutil.rmtree(out, ignore_errors=True)
-    convert(path, "speculators", out)
+    convert(path, "speculators", out, layer_ids=aux_layer_ids, verifier_name=verifier)
     return out
 
 

@@ -27,7 +27,7 @@ class World:
     @property
     def folders(self) -> dict[str, str]:
         names = {"verifier": "verifier", "prompts": "prompts", "hidden": "hidden_states"}
-        return {k: str(self.root / v) for k, v in names.items()}
+        return {k: str(self.root / "data" / v) for k, v in names.items()}
 
 
 def make_verifier(seed: int = 0) -> torch.nn.Module:
@@ -138,9 +138,9 @@ def write_data(
 
 
 def make(root: Path, count: int = 48, prompt: int = 6, length: int = 24, heldout: int = 12, stored: str = "float32") -> World:
-    """A whole world under root; the last `heldout` samples are the validation split. Lengths differ from sample to sample."""
+    """A whole world under root/data; the last `heldout` samples are the validation split. Lengths differ from sample to sample."""
     model = make_verifier()
-    write_verifier(model, root / "verifier")
+    write_verifier(model, root / "data" / "verifier")
     rng = np.random.default_rng(0)
     texts, masks = [], []
     for row in answers(model, count, prompt, length, seed=1):
@@ -150,7 +150,7 @@ def make(root: Path, count: int = 48, prompt: int = 6, length: int = 24, heldout
         texts.append(text)
         masks.append(mask)
     splits = ["train"] * (count - heldout) + ["heldout"] * heldout
-    write_data(model, root, texts, masks, splits, stored)
+    write_data(model, root / "data", texts, masks, splits, stored)
     return World(model, root)
 
 
