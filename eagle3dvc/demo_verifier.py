@@ -9,6 +9,7 @@ changes the prompts, not the model under them.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +18,7 @@ from typing import Any
 
 from eagle3dvc.params import DemoVerifier
 from eagle3dvc.prompts import demo
+from eagle3dvc.stage import write_json
 
 STREAM = "verifier"  # the stream of conversations it learns from; no pipeline seed, an integer, gives the same ones
 MAX_LENGTH = 2048
@@ -270,3 +272,6 @@ def build(settings: DemoVerifier, folder: str | Path, progress=None) -> None:
     )
     model.save_pretrained(folder)
     tok.save_pretrained(folder)
+    # the name that transformers 4, which older engines bring, knows this class by; transformers 5 reads both
+    path = Path(folder) / "tokenizer_config.json"
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"})
