@@ -1,0 +1,121 @@
+"""The reference engine against transformers' own hidden states: every layer, any batch, any padding."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eagle3dvc import params as params_module
+from eagle3dvc import verifier
+from eagle3dvc.engines.transformers import TransformersEngine, length_batches
+from eagle3dvc.errors import UserError
+from eagle3dvc.hidden_states.format import ShardRequest, shard_key
+from eagle3dvc.hidden_states.reader import Shard
+
+LENGTHS = [5, 61, 2, 33, 34, 7, 120, 3]
+
+
+@pytest.fixture(scope="module", params=["tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_deepseek"])
+def world(request, tmp_path_factory):
+    """(params, info, reference model) of one architecture."""
+    folder = request.getfixturevalue(request.param)
+    settings = {
+        "max_samples": 1,
+        "verifier": {"model": str(folder), "watch": str(folder)},
+        "extract": {"engine": "transformers"},
+    }
+    p = params_module.parse(settings)
+    info = verifier.build(p, tmp_path_factory.mktemp("data") / "verifier")
+    return p, info, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def tokens(vocab: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab, n).astype(np.int32) for n in LENGTHS]
+
+
+@torch.no_grad()
+def reference(model, ids: np.ndarray) -> list[torch.Tensor]:
+    """[T, H] for ids 1..N: `hidden_states[k]` of one unpadded sample, and the input of the final norm for N."""
+    seen = []
+    handle = model.model.norm.register_forward_pre_hook(lambda m, args: seen.append(args[0][0]))
+    out = model(torch.from_numpy(ids.astype(np.int64))[None], output_hidden_states=True)
+    handle.remove()
+    return [h[0] for h in out.hidden_states[1:-1]] + seen
+
+
+def test_every_layer_in_any_batch(world, tmp_path):
+    p, info, model = world
+    ids = list(range(1, info.num_layers + 1))
+    samples = tokens(info.vocab_size)
+    want = [torch.stack(reference(model, t), 1) for t in samples]
+    engine = TransformersEngine(p, info, ids)
+    for batch_tokens, order in [(8192, range(8)), (8192, [6, 2, 0, 7, 1, 5, 3, 4]), (130, range(8)), (1, range(8))]:
+        engine.batch_tokens = batch_tokens
+        picked = [samples[i] for i in order]
+        header = {"identity": info.identity, "layer_ids": ids, "stored_dtype": "float32", "numerics": {"dtype": "float32"}}
+        key = shard_key(info.identity, ids, "float32", {"dtype": "float32"}, picked)
+        request = ShardRequest(key, picked, header, info.hidden_size, tmp_path / f"{key}.safetensors")
+        (done,) = engine.extract([request])
+        shard = Shard(done.path)
+        for row, i in enumerate(order):
+            error = (shard.states(row) - want[i]).norm(dim=-1) / want[i].norm(dim=-1)
+            assert error.max() <= 1e-5, (i, error.max())
+            # off by one would be seen: neighbouring layers differ by far more than the tolerance
+            assert ((want[i][:, 1:] - want[i][:, :-1]).norm(dim=-1) / want[i][:, 1:].norm(dim=-1)).max() > 1e-2
+        done.path.unlink()
+
+
+def test_proof_passes_and_finds_a_wrong_head_norm_or_layer(world):
+    p, info, _ = world
+    engine = TransformersEngine(p, info, verifier.layer_ids(info, p))
+    head = verifier.load_head(info.folder)
+    engine.prove(head)
+    for wrong in (
+        dataclasses.replace(head, lm_head=head.lm_head.roll(1, 0)),
+        dataclasses.replace(head, norm=torch.ones_like(head.norm)),
+        dataclasses.replace(head, eps=1.0),
+    ):
+        with pytest.raises(UserError, match=r"norm \+ lm_head"):
+            engine.prove(wrong)
+    # the last id hooked one layer early, and an auxiliary id off by one
+    engine.norm = engine.layers[-1]
+    with pytest.raises(UserError, match=r"norm \+ lm_head"):
+        engine.prove(head)
+    engine = TransformersEngine(p, info, verifier.layer_ids(info, p))
+    engine.layers = [*engine.layers[1:], engine.layers[0]]
+    with pytest.raises(UserError, match="hidden state 2 is not the output of decoder layer 2"):
+        engine.prove(head)
+
+
+def test_bfloat16_proof(tiny_llama, tmp_path):
+    settings = {
+        "max_samples": 1,
+        "verifier": {"model": str(tiny_llama), "watch": str(tiny_llama)},
+        "extract": {"dtype": "bfloat16"},
+    }
+    p = params_module.parse(settings)
+    info = verifier.build(p, tmp_path / "verifier")
+    TransformersEngine(p, info, verifier.layer_ids(info, p)).prove(verifier.load_head(info.folder))
+
+
+def test_length_batches_keep_the_limit_and_every_sample():
+    lengths = [5, 100, 3, 50, 51, 200, 1]
+    batches = list(length_batches(lengths, 110))
+    assert sorted(i for b in batches for i in b) == list(range(7))
+    assert all(len(b) * max(lengths[i] for i in b) <= 110 or len(b) == 1 for b in batches)
+    assert list(length_batches([], 10)) == []
+
+
+def test_settings_of_vllm_are_refused(tiny_llama, tmp_path):
+    settings = {
+        "max_samples": 1,
+        "verifier": {"model": str(tiny_llama), "watch": str(tiny_llama)},
+        "extract": {"quantization": "fp8"},
+    }
+    p = params_module.parse(settings)
+    info = verifier.build(p, tmp_path / "verifier")
+    with pytest.raises(UserError, match="need extract.engine = vllm"):
+        TransformersEngine(p, info, verifier.layer_ids(info, p))
