@@ -119,9 +119,7 @@ def engine_args(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) ->
         "worker_extension_cls": "eagle3dvc.engines.vllm_connector.WorkerCalls",
     }
     if not torch.cuda.is_available():
-        # vLLM takes 0.9 of a CPU machine's memory for its cache, which everything else there needs too.
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        args["kv_cache_memory_bytes"] = min(4 << 30, memory // 16)
+        args |= vllm_compat.cpu_args(info.model_type, e.dtype, args["max_model_len"], batched)
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     for name, value in e.engine_args.items():
         if name in OWN_ARGS:

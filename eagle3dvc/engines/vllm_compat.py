@@ -88,6 +88,20 @@ def cache_group(kv_cache_config: Any) -> tuple[int, int]:
     return found[0]
 
 
+def cpu_args(model_type: str, dtype: str, max_model_len: int, batched: int) -> dict[str, Any]:
+    """Engine arguments that only a CPU needs."""
+    import os
+
+    # vLLM takes 0.9 of a CPU machine's memory for its cache, which everything else there needs too.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    args: dict[str, Any] = {"kv_cache_memory_bytes": min(4 << 30, memory // 16)}
+    if model_type.startswith(("deepseek", "kimi")):
+        if dtype == "float32":
+            args["attention_backend"] = "CPU_MLA"  # the one vLLM prefers takes half precision only
+        args["max_num_batched_tokens"] = max(batched, max_model_len)  # no chunked prefill with MLA on CPU
+    return args
+
+
 def new_engine(args: dict[str, Any]) -> Any:
     """An in-process LLMEngine of EngineArgs given as a dict; no server, no port, no second driver process."""
     from vllm.config import KVTransferConfig

@@ -63,9 +63,9 @@ def _config(kind: str, positions: int):
             topk_group=1,
             first_k_dense_replace=1,
             q_lora_rank=32,
-            kv_lora_rank=32,
+            kv_lora_rank=512,  # these two sizes are the only ones vLLM's MLA kernels take
+            qk_rope_head_dim=64,
             qk_nope_head_dim=32,
-            qk_rope_head_dim=16,
             v_head_dim=32,
             norm_topk_prob=True,
             routed_scaling_factor=2.5,

@@ -1,0 +1,441 @@
+"""Several engines as one: Ray actors, each with a verifier of its own, over the shards still missing.
+
+A worker takes the next shard when its engine asks for one, so a fast machine does more; the engine keeps as many in flight as it
+would alone. Shards that a lost worker had taken go back to the front of the line and a new worker takes its place. What is written
+is what one engine writes: the same requests, the same code, the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from eagle3dvc import engines, stage
+from eagle3dvc.errors import UserError
+from eagle3dvc.hidden_states.format import FinishedShard, ShardRequest, fsync_dir
+from eagle3dvc.params import Params
+from eagle3dvc.verifier import Head, VerifierInfo
+
+#: workers lost without a shard or an answer coming in between: past this something is wrong with the work, not with a machine
+MOST_LOST = 3
+#: what a worker that went away, or its machine, leaves behind in the driver
+LOST = (RayActorError, ObjectLostError)
+#: finished shards of one worker that may wait for the driver: bounds what lies in the object store where shards travel
+_AHEAD = 2
+_POLL = 0.2
+
+
+class Line:
+    """The line of shards that workers take from; an actor beside the driver. Requests are fed a few at a time."""
+
+    def __init__(self):
+        self.waiting: deque[ShardRequest] = deque()
+        self.closed = False
+        self.taken: dict[int, dict[str, ShardRequest]] = {}
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self.taken.clear()
+        self.closed = False
+
+    def feed(self, requests: list[ShardRequest], closed: bool) -> None:
+        self.waiting.extend(requests)
+        self.closed = closed
+
+    def take(self, worker: int) -> ShardRequest | str:
+        """The next request, "wait" when more will be fed, or "end"."""
+        if not self.waiting:
+            return "end" if self.closed else "wait"
+        request = self.waiting.popleft()
+        self.taken.setdefault(worker, {})[request.key] = request
+        return request
+
+    def done(self, worker: int, key: str) -> int:
+        """A worker's shard is finished; returns how many requests wait."""
+        self.taken.get(worker, {}).pop(key, None)
+        return len(self.waiting)
+
+    def lost(self, worker: int) -> int:
+        """Put what a lost worker had taken back to the front; returns how many requests wait."""
+        self.waiting.extendleft(reversed(self.taken.pop(worker, {}).values()))
+        return len(self.waiting)
+
+
+class Worker:
+    """One engine. Lives in its own process, on this machine or another."""
+
+    def __init__(self, number: int, params: Params, info: VerifierInfo, layer_ids: Sequence[int], threads: int | None):
+        import torch
+
+        if threads:
+            torch.set_num_threads(threads)
+        self.number = number
+        self.engine = engines.make(params, info, layer_ids)
+
+    def about(self) -> dict[str, Any]:
+        node = ray.get_runtime_context().get_node_id()
+        return {"name": self.engine.name, "version": self.engine.version, "node": node, "pid": os.getpid()}
+
+    def prove(self, head: Head) -> None:
+        self.engine.prove(head)
+
+    def sees(self, path: str, text: str) -> bool:
+        """Whether a file of the driver is here too: one file system, so shards need not travel."""
+        try:
+            return Path(path).read_text(encoding="utf-8") == text
+        except OSError:
+            return False
+
+    def extract(self, line, shared: bool) -> Iterator[tuple[FinishedShard, Any]]:
+        """Shards until the line is empty: (finished, None) where the driver sees the file, else (finished, its bytes)."""
+        with tempfile.TemporaryDirectory(prefix="eagle3dvc-ray-") as folder:
+            for shard in self.engine.extract(self._requests(line, None if shared else Path(folder))):
+                if shared:
+                    yield shard, None
+                else:
+                    yield shard, np.fromfile(shard.path, dtype=np.uint8)
+                    shard.path.unlink()
+
+    def _requests(self, line, folder: Path | None) -> Iterator[ShardRequest]:
+        while (request := ray.get(line.take.remote(self.number))) != "end":
+            if isinstance(request, str):
+                time.sleep(_POLL)
+            else:
+                yield request if folder is None else replace(request, path=folder / request.path.name)
+
+    def generate(self, prompts: list, settings: dict[str, Any]) -> list[list[int]]:
+        return self.engine.generate(prompts, **settings)
+
+    def stats(self) -> dict[str, Any]:
+        return getattr(self.engine, "stats", dict)()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@dataclass
+class Seat:
+    """The driver's view of a worker: its actor, what it runs, and what it has done (kept when the actor is replaced)."""
+
+    number: int
+    actor: Any = None
+    shared: bool = True
+    node: str = ""
+    pid: int = 0
+    stream: Any = None
+    shards: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    started: float | None = None
+
+    def stop_clock(self) -> None:
+        if self.started is not None:
+            self.seconds += time.monotonic() - self.started
+            self.started = None
+
+
+def _cause(e: RayTaskError) -> BaseException:
+    return e.cause if isinstance(e.cause, BaseException) else e
+
+
+class RayEngine:
+    """See :class:`eagle3dvc.engines.Engine`; `extract.workers` engines behind it.
+
+    RAY_ADDRESS names a running cluster; without it Ray is started on this machine and ended with the engine.
+    """
+
+    def __init__(self, params: Params, info: VerifierInfo, layer_ids: Sequence[int]):
+        self.params, self.info, self.layer_ids = params, info, list(layer_ids)
+        self.workers = params.extract.workers
+        self.own = not ray.is_initialized()
+        self.head_ref = None
+        self.paths: dict[str, Path] = {}
+        self.seats = [Seat(i) for i in range(self.workers)]
+        self.replaced = 0
+        self._in_a_row = 0
+        if self.own:
+            _start(self.workers)
+        try:
+            self.options = _share(params, self.workers)
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self.line = ray.remote(Line).options(num_cpus=0, scheduling_strategy=here).remote()
+            for seat in self.seats:
+                self._start_actor(seat)
+            for seat in self.seats:
+                about = self._settle(seat)
+            self.name, self.version = about["name"], about["version"]
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------------------- workers
+    def _start_actor(self, seat: Seat) -> None:
+        params, info = _elsewhere(self.params), replace(self.info, folder=Path(self.info.folder).resolve())
+        threads = None if self.options.get("num_gpus") else int(self.options["num_cpus"])
+        actor = ray.remote(Worker).options(**self.options)
+        seat.actor = actor.remote(seat.number, params, info, self.layer_ids, threads)
+
+    def _settle(self, seat: Seat) -> dict[str, Any]:
+        """Wait until a worker's engine is loaded; find out whether it sees this machine's files. Raises UserError."""
+        try:
+            about = ray.get(seat.actor.about.remote())
+            probe = self._probe()
+            try:
+                seat.shared = ray.get(seat.actor.sees.remote(str(probe), probe.read_text(encoding="utf-8")))
+            finally:
+                probe.unlink(missing_ok=True)
+        except RayTaskError as e:
+            raise _cause(e) from None
+        except RayActorError as e:
+            if isinstance(cause := getattr(e, "cause", None), UserError):
+                raise cause from None
+            raise UserError(
+                _first_user_error(e) or f"extract worker {seat.number} ended while loading the verifier: {e}"
+            ) from e
+        seat.node, seat.pid = about["node"], about["pid"]
+        return about
+
+    @staticmethod
+    def _probe() -> Path:
+        path = stage.work_dir("ray") / f"probe-{os.getpid()}-{time.monotonic_ns()}"
+        path.write_text(os.urandom(16).hex(), encoding="utf-8")
+        return path
+
+    def _replace(self, seat: Seat, why: BaseException) -> None:
+        """A worker is gone: put its shards back and start another in its place. Raises UserError after MOST_LOST in a row."""
+        seat.stop_clock()
+        self.replaced, self._in_a_row = self.replaced + 1, self._in_a_row + 1
+        ray.get(self.line.lost.remote(seat.number))
+        reason = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
+        if self._in_a_row >= MOST_LOST:
+            raise UserError(
+                f"{MOST_LOST} extract workers were lost in a row, the last one said: {reason}; finished shards are kept. Lower "
+                "extract.workers or the batch sizes if memory ran out, then run `dvc repro` again"
+            )
+        print(f"warning: extract worker {seat.number} was lost ({reason}); starting another", file=sys.stderr, flush=True)
+        ray.kill(seat.actor)
+        self._start_actor(seat)
+        self._settle(seat)
+        if self.head_ref is not None:
+            ray.get(seat.actor.prove.remote(self.head_ref))
+
+    # -------------------------------------------------------------------------------------------------------- engine
+    def prove(self, head: Head) -> None:
+        """Every worker proves its own engine: machines differ."""
+        self.head_ref = ray.put(head)
+        try:
+            ray.get([seat.actor.prove.remote(self.head_ref) for seat in self.seats])
+        except RayTaskError as e:
+            raise _cause(e) from None
+
+    def extract(self, requests: Iterable[ShardRequest]) -> Iterator[FinishedShard]:
+        source = iter(requests)
+        ray.get(self.line.clear.remote())
+        waiting = self._feed(source, 2 * self.workers)
+        for seat in self.seats:
+            self._begin(seat)
+        while running := {seat.stream: seat for seat in self.seats if seat.stream is not None}:
+            ready, _ = ray.wait(list(running), num_returns=1, timeout=_POLL)
+            for stream in ready:
+                seat = running[stream]
+                try:
+                    finished, data = ray.get(next(stream))
+                except StopIteration:
+                    seat.stream = None
+                    seat.stop_clock()
+                    continue
+                except RayTaskError as e:
+                    raise _cause(e) from None
+                except LOST as e:
+                    seat.stream = None
+                    self._replace(seat, e)
+                    self._begin(seat)
+                    continue
+                self._in_a_row = 0
+                if data is not None:
+                    finished = self._receive(finished, data)
+                seat.shards, seat.tokens = seat.shards + 1, seat.tokens + finished.tokens
+                waiting = ray.get(self.line.done.remote(seat.number, finished.key))
+                yield finished
+            if waiting < self.workers:
+                waiting = self._feed(source, 2 * self.workers - waiting)
+            # a worker whose engine found the line empty has ended; a lost worker's shards may be waiting since
+            if waiting and not all(seat.stream for seat in self.seats):
+                for seat in self.seats:
+                    if seat.stream is None:
+                        self._begin(seat)
+
+    def _feed(self, source: Iterator[ShardRequest], count: int) -> int:
+        """Bring up to `count` more requests into the line; returns how many wait there."""
+        batch = list(itertools.islice(source, count))
+        self.paths |= {r.key: r.path for r in batch}
+        ray.get(self.line.feed.remote(batch, len(batch) < count))
+        return ray.get(self.line.done.remote(-1, ""))
+
+    def _begin(self, seat: Seat) -> None:
+        seat.started = time.monotonic()
+        seat.stream = seat.actor.extract.options(num_returns="streaming", _generator_backpressure_num_objects=_AHEAD).remote(
+            self.line, seat.shared
+        )
+
+    def _receive(self, shard: FinishedShard, data: np.ndarray) -> FinishedShard:
+        """Write a shard that came through Ray's object store to where it was asked for; its md5 is checked on the way."""
+        path = self.paths[shard.key]
+        md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        if md5 != shard.md5 or data.nbytes != shard.bytes:
+            raise UserError(f"shard {shard.key} arrived damaged from another machine: run `dvc repro` again")
+        tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(tmp, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(tmp, path)
+        finally:
+            tmp.unlink(missing_ok=True)
+        fsync_dir(path.parent)
+        return replace(shard, path=path)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        done: Callable[[int, list[int]], None] | None = None,
+    ) -> list[list[int]]:
+        """Prompts in chunks, each to the worker that is free; an answer depends on its prompt and `seed` alone."""
+        limits = list(max_new_tokens) if not isinstance(max_new_tokens, int) else [max_new_tokens] * len(prompts)
+        size = max(1, -(-len(prompts) // (4 * self.workers)))
+        todo = deque(range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size))
+        answers: list[list[int]] = [[] for _ in prompts]
+        running: dict[Any, tuple[Seat, range]] = {}
+        idle = list(self.seats)
+        while todo or running:
+            while todo and idle:
+                seat, chunk = idle.pop(), todo.popleft()
+                settings = {
+                    "max_new_tokens": [limits[i] for i in chunk],
+                    "temperature": temperature,
+                    "top_p": top_p,
+                    "seed": seed,
+                    "stop_token_ids": list(stop_token_ids),
+                }
+                running[seat.actor.generate.remote([list(prompts[i]) for i in chunk], settings)] = (seat, chunk)
+            (ready,), _ = ray.wait(list(running), num_returns=1)
+            seat, chunk = running.pop(ready)
+            try:
+                for i, answer in zip(chunk, ray.get(ready), strict=True):
+                    answers[i] = answer
+                    if done is not None:
+                        done(i, answer)
+                self._in_a_row = 0
+            except RayTaskError as e:
+                raise _cause(e) from None
+            except LOST as e:
+                todo.appendleft(chunk)
+                self._replace(seat, e)
+            idle.append(seat)
+        return answers
+
+    def stats(self) -> dict[str, Any]:
+        """For the log: what each worker did, and how many were lost."""
+        rows = [
+            {
+                "worker": seat.number,
+                "node": seat.node,
+                "shards": seat.shards,
+                "tokens": seat.tokens,
+                "seconds": round(seat.seconds, 3),
+                "tokens_per_second": round(seat.tokens / seat.seconds, 1) if seat.seconds else None,
+            }
+            for seat in self.seats
+        ]
+        return {"workers": rows, "workers_lost": self.replaced}
+
+    def close(self) -> None:
+        if not ray.is_initialized():
+            return
+        for seat in self.seats:
+            if seat.actor is not None:
+                ray.kill(seat.actor)
+        if hasattr(self, "line"):
+            ray.kill(self.line)
+        if self.own:
+            ray.shutdown()
+
+
+def _elsewhere(params: Params) -> Params:
+    """The parameters of one engine among several: alone in its process, in any working folder.
+
+    With tensor parallelism vLLM must start processes of its own: it would take the cluster's other GPUs through Ray.
+    """
+    extract: dict[str, Any] = {"workers": 1}
+    if params.extract.tensor_parallel_size > 1 and "distributed_executor_backend" not in params.extract.engine_args:
+        extract["engine_args"] = {**params.extract.engine_args, "distributed_executor_backend": "mp"}
+    changes: dict[str, Any] = {"extract": params.extract.model_copy(update=extract)}
+    if params.verifier.model != "demo" and Path(params.verifier.model).is_dir():
+        changes["verifier"] = params.verifier.model_copy(update={"model": str(Path(params.verifier.model).resolve())})
+    return params.model_copy(update=changes)
+
+
+def _start(workers: int) -> None:
+    """Connect to RAY_ADDRESS, or start Ray here. Raises UserError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+    address = os.environ.get("RAY_ADDRESS")
+    common = {"include_dashboard": False} if not address else {}
+    if not address:
+        cpus = len(os.sched_getaffinity(0))
+        # requests and answers are small; shards of this machine never go through the object store
+        common |= {"num_cpus": max(cpus, workers), "object_store_memory": 512 << 20}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, log_to_driver=True, logging_level="error", **common)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as e:
+        where = f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray cannot be started here"
+        raise UserError(f"{where} ({str(e).splitlines()[0]}): start it, or set extract.workers: 1, which needs no Ray") from e
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray puts its own in place, which ends the stage without a word
+
+
+def _share(params: Params, workers: int) -> dict[str, Any]:
+    """Processors and GPUs of each worker. Raises UserError when the cluster does not have that many GPUs."""
+    have = ray.cluster_resources()
+    gpus = int(have.get("GPU", 0))
+    each = params.extract.tensor_parallel_size
+    if gpus:
+        if gpus < each * workers:
+            raise UserError(
+                f"extract.workers = {workers} with tensor_parallel_size = {each} needs {each * workers} GPUs, the cluster has {gpus}: "
+                "lower one of them"
+            )
+        return {"num_gpus": each, "num_cpus": 1}
+    return {"num_cpus": max(1, int(have.get("CPU", 1)) // workers)}
+
+
+def _first_user_error(e: BaseException) -> str | None:
+    """The sentence of a UserError in the text of an actor that failed in its constructor."""
+    for line in reversed(str(e).splitlines()):
+        if (at := line.find("UserError: ")) >= 0:
+            return line[at + len("UserError: ") :]
+    return None
