@@ -88,7 +88,8 @@ class StageLog(dict):
     """What one run of a stage did; a plain dict that knows how to write itself."""
 
     def write(self, name: str, started: float) -> None:
-        self.setdefault("seconds", round(time.monotonic() - started, 3))
+        self["seconds_stage"] = round(time.monotonic() - started, 3)
+        self.setdefault("seconds", self["seconds_stage"])
         self["stage"] = name
         self["finished_at"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self["peak_host_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

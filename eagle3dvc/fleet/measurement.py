@@ -345,17 +345,22 @@ def _profile_of(entry: dict) -> str | None:
     return None
 
 
+def _seconds(run: dict) -> float:
+    """How long the whole stage took; `seconds` may be its core only (training's steps)."""
+    return float(run.get("seconds_stage") or run["seconds"])
+
+
 def _middle(runs: list[dict]) -> Range:
     """The usual seconds of a stage whose work does not grow: the median of its runs, which a cold start does not move."""
     import statistics
 
-    return Range.of(statistics.median(float(r["seconds"]) for r in runs)) if runs else ZERO
+    return Range.of(statistics.median(_seconds(r) for r in runs)) if runs else ZERO
 
 
 def _points(runs: list[dict], size: str, now: dict) -> list[tuple[float, float]]:
     """(size, seconds) of each run that recorded its size; the last run's size is in the metrics in any case."""
     runs = [*runs[:-1], {**runs[-1], "metrics": now}]
-    return [(float(r["metrics"][size]), float(r["seconds"])) for r in runs if size in (r.get("metrics") or {})]
+    return [(float(r["metrics"][size]), _seconds(r)) for r in runs if size in (r.get("metrics") or {})]
 
 
 def _prepare(runs: list[dict], now: dict) -> Prepare:
@@ -381,7 +386,7 @@ def _extract(runs: list[dict], logs: Path) -> Extract:
         )
     run = computed[-1]
     where = logs / "extract.json"
-    seconds, working = _required(run, "seconds", where), _required(run, "seconds_extract", where)
+    seconds, working = _seconds(run), _required(run, "seconds_extract", where)
     load = float(run.get("seconds_load") or 0.0)
     return Extract(
         seconds_load=Range.of(load),
@@ -391,13 +396,18 @@ def _extract(runs: list[dict], logs: Path) -> Extract:
 
 
 def _train(runs: list[dict], now: dict, params, logs: Path) -> Train:
-    """Steps at the measured rate; what else the stage took is outside, and grows or not (see _growth)."""
+    """From the last run that took steps. What the stage did beside them is outside: start, validation, checkpoints."""
+    stepped = [r for r in runs if r.get("steps_per_second") and r.get("steps_computed", 1)]
     where = logs / "train.json"
-    rate = _required(runs[-1], "steps_per_second", where)
-    outside = [
-        (n, max(0.0, s - n / r["steps_per_second"])) for r in runs for n, s in _points([r], "steps", r.get("metrics") or now)
-    ]
+    rate = _required(stepped[-1] if stepped else {}, "steps_per_second", where)
+    outside = []
+    for r in stepped:
+        steps = r.get("steps_computed") or (r.get("metrics") or now).get("steps", 0)
+        outside.append((float(steps), max(0.0, _seconds(r) - steps / r["steps_per_second"])))
     seconds, share = _growth(outside)
+    if share.low == 0 and share.high == 1 and params.train.eval_every is None:
+        # validation then happens ten times whatever the number of steps, on at most eval_samples samples
+        share = Range(0.5, 1.0)
     return Train(
         steps=int(_required(now, "steps", logs.parent / "metrics" / "train.json")),
         steps_per_second=Range.of(rate),
