@@ -188,12 +188,22 @@ def run(root, samples, tokens_computed, seconds):
             {"tokens_computed": tokens_computed, "seconds_load": 5.0, "seconds_extract": tokens_computed / 2000},
             {"samples": samples, "tokens": samples * 40, "bytes_per_token": 1024.0, "bytes": samples * 40 * 1024},
         ),
-        "train": ({"steps_per_second": 4.0}, {"steps": steps, "acceptance_length": 2.5}),
+        "train": (
+            {"steps_per_second": 4.0, "steps_computed": steps, "seconds": steps / 4.0},
+            {"steps": steps, "acceptance_length": 2.5},
+        ),
         "export": ({}, {}),
         "evaluate": ({}, {"samples": min(200, samples // 10), "acceptance_length": 2.6}),
     }
     for stage, (log, metric) in written.items():
-        entry = {"stage": stage, "seconds": seconds[stage], "hardware": {"cpus": 2, "gpus": []}, "metrics": metric, **log}
+        entry = {
+            "stage": stage,
+            "seconds": seconds[stage],
+            "seconds_stage": seconds[stage],
+            "hardware": {"cpus": 2, "gpus": []},
+            "metrics": metric,
+            **log,
+        }
         (logs / f"{stage}.json").write_text(json.dumps(entry))
         (metrics / f"{stage}.json").write_text(json.dumps(metric))
         with open(logs / "history.jsonl", "a") as f:
