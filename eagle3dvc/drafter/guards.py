@@ -88,7 +88,7 @@ HOLES = (
     ),
     Hole(
         "verifier weights",
-        "a missing lm_head becomes embed_tokens, a missing final norm becomes ones, a scaled norm (Gemma) is taken for a plain one",
+        "a missing lm_head becomes embed_tokens, a missing final norm some layer's norm or ones, a scaled norm (Gemma) a plain one",
         "model.instantiate takes them from data/verifier and compares its targets with the verifier's head",
         "_load_verifier_weights raises for a missing tensor and Eagle3DraftModel uses resolve_verifier_norm_class",
     ),
