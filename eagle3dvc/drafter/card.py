@@ -49,15 +49,18 @@ def source_counts(prompts: str | Path) -> dict[str, dict[str, int]]:
     return {k: counts[k] for k in sorted(counts)}
 
 
-def serve_command(d: Drafter, layout: str, revision: str | None = None) -> str:
-    """The command that serves the verifier with this drafter; FOLDER stands for where the reader put it."""
-    k = d.speculative_tokens
+def serve_command(d: Drafter, layout: str, revision: str | None = None, model: str | None = None) -> str:
+    """The command that serves the verifier with this drafter; FOLDER stands for where the reader put it.
+
+    model: what to serve where the verifier's name is nothing an engine could download.
+    """
+    k, model = d.speculative_tokens, model or d.verifier
     pin = f" --revision {revision}" if revision else ""
     if layout == layouts.SPECULATORS:
         spec = json.dumps({"model": "FOLDER", "method": "eagle3", "num_speculative_tokens": k})
-        return f"vllm serve {d.verifier}{pin} --speculative-config '{spec}'"
+        return f"vllm serve {model}{pin} --speculative-config '{spec}'"
     return (
-        f"python -m sglang.launch_server --model-path {d.verifier}{pin} --speculative-algorithm EAGLE3 "
+        f"python -m sglang.launch_server --model-path {model}{pin} --speculative-algorithm EAGLE3 "
         f"--speculative-draft-model-path FOLDER --speculative-num-steps {k} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {k + 1}"
     )
@@ -86,7 +89,7 @@ def training_record(drafter: str | Path) -> dict[str, Any]:
 
 def text(d: Drafter, layout: str, *, info: Any, drafter: str | Path, prompts: str | Path) -> str:
     """The card of one layout; the same inputs give the same text."""
-    record = training_record(drafter)
+    record, demo = training_record(drafter), info.source == "demo"
     engine = "vLLM" if layout == layouts.SPECULATORS else "SGLang"
     revision = info.revision
     counts = source_counts(prompts)
@@ -108,9 +111,10 @@ def text(d: Drafter, layout: str, *, info: Any, drafter: str | Path, prompts: st
         "Serve it (FOLDER is where you put this folder):",
         "",
         "```bash",
-        serve_command(d, layout, revision),
+        serve_command(d, layout, revision, "data/verifier" if demo else None),
         "```",
         "",
+        *(["The demo verifier is published nowhere: data/verifier of the pipeline is the whole model.", ""] * demo),
         f"The draft tokens come from {d.draft_vocab_size} of the verifier's {d.vocab_size} tokens; the verifier decides every"
         " token, so the answers stay its own.",
     ]
