@@ -12,7 +12,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +56,6 @@ class Clock:
     tokens: int = 0
     seconds: float = 0.0
     wait: float = 0.0
-    marks: list[tuple[int, float]] = field(default_factory=list)
 
 
 class DrafterTrainer(Trainer):
@@ -323,7 +322,8 @@ class DrafterTrainer(Trainer):
     def _log_step(self, loss: float, norm: float, metrics: dict[str, torch.Tensor], rates: dict[str, float]) -> None:
         if self.is_distributed:
             metrics = _all_reduce_metrics(metrics)
-        found = normalize_counted_metrics({k: float(v) for k, v in metrics.items()}, self.world)
+        values = torch.stack([v.float().reshape(()) for v in metrics.values()]).tolist()  # one copy from the device
+        found = normalize_counted_metrics(dict(zip(metrics, values, strict=True)), self.world)
         accuracy = {k: v for k, v in found.items() if k.startswith("cond_acc_")}
         row = {"train": {"loss": loss, "grad_norm": norm, **accuracy}, "lr": rates}
         self._emit(row)
@@ -335,7 +335,7 @@ class DrafterTrainer(Trainer):
             return
         self.history.append({"step": self.global_step, **row})
         c = self.clock
-        profile = {"tokens_per_second": c.tokens / c.seconds, "data_wait_fraction": c.wait / c.seconds} if c.seconds else {}
+        profile = {"tokens": c.tokens * self.world, "seconds": c.seconds, "data_wait_seconds": c.wait}
         if self.device.type == "cuda":
             profile["memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
         metric_logger.info({**row, "profile": profile}, extra={"step": self.global_step})
