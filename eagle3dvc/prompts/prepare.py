@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,13 @@ def build(
     unfinished = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
     sources = open_sources(params)
-    renderer = load_renderer(params, verifier)
+    renderer = cache(lambda: load_renderer(params, verifier))  # when a row needs it: unreadable files say so within a second
     unfinished.mkdir(parents=True)
     try:
         with _responder(params, verifier, renderer, {} if log is None else log, out) as responder:
             run = _Run(params, renderer, unfinished, notice, responder)
             run.take_all(sources)
-            metrics = run.finish(_fingerprint(renderer, Path(verifier)))
+            metrics = run.finish(Path(verifier))
             shutil.rmtree(out, ignore_errors=True)
             unfinished.rename(out)
             if responder is not None:
@@ -68,20 +69,20 @@ def build(
     return metrics
 
 
-def _responder(params: Params, verifier: str | Path, renderer: Renderer, log: dict[str, Any], out: Path):
+def _responder(params: Params, verifier: str | Path, renderer: Callable[[], Renderer], log: dict[str, Any], out: Path):
     """What writes the answers, a context manager; it gives None where the answers are those of the data set."""
     if params.prepare.responses == "dataset":
         return nullcontext()
     from eagle3dvc.responses import Responder
     from eagle3dvc.verifier import load_info
 
-    return Responder(params, load_info(verifier), renderer, log, str(out))
+    return Responder(params, load_info(verifier), renderer(), log, str(out))
 
 
 class _Run:
     """One pass: what has been accepted, rejected and seen so far."""
 
-    def __init__(self, params: Params, renderer: Renderer, folder: Path, notice: Callable[[str], None], responder=None):
+    def __init__(self, params: Params, renderer: Callable[[], Renderer], folder: Path, notice, responder=None):
         self.responder = responder
         self.params, self.prepare, self.renderer, self.folder, self.notice = params, params.prepare, renderer, folder, notice
         self.writer = shards.ShardWriter(folder, self.prepare.samples_per_shard)
@@ -120,8 +121,8 @@ class _Run:
                     items.append(from_row(row, self.prepare.system_prompt))
                 except Rejected as e:
                     items.append(e)
-            encode = self.responder.encode if self.responder else self.renderer.encode
-            encoded = iter(encode([x for x in items if isinstance(x, Conversation)]))
+            usable = [x for x in items if isinstance(x, Conversation)]
+            encoded = iter((self.responder or self.renderer()).encode(usable) if usable else [])
             for row, item in zip(batch, items):
                 got = next(encoded) if isinstance(item, Conversation) else item
                 for sample in got if isinstance(got, list) else [got]:
@@ -185,7 +186,7 @@ class _Run:
             f"allows; the first is {self.first_rejected}; all are listed in logs/rejected.jsonl"
         )
 
-    def finish(self, tokenizer: str) -> dict[str, Any]:
+    def finish(self, verifier: Path) -> dict[str, Any]:
         """Write the last shard and the manifest; returns the metrics. Raises UserError where there is nothing to keep."""
         self._check_rejected(self.counts["samples"])
         if not self.counts["samples"]:
@@ -209,7 +210,7 @@ class _Run:
             "max_length": self.prepare.max_length,
             "responses": self.prepare.responses,
             **({"answers": self.responder.key} if self.responder else {}),
-            "tokenizer": tokenizer,
+            "tokenizer": _fingerprint(self.renderer(), verifier),
         }
         write_json(self.folder / "manifest.json", manifest)
         self._tell(metrics)
