@@ -38,6 +38,8 @@ MOST_LOST = 3
 LOST = (RayActorError, ObjectLostError)
 #: finished shards of one worker that may wait for the driver: bounds what lies in the object store where shards travel
 _AHEAD = 2
+#: seconds to wait for processors and GPUs that others in the cluster hold
+PLACEMENT_TIMEOUT = 120.0
 _POLL = 0.2
 
 
@@ -175,6 +177,7 @@ class RayEngine:
             self.options = _share(params, self.workers)
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             self.line = ray.remote(Line).options(num_cpus=0, scheduling_strategy=here).remote()
+            _wait_for_room(self.options, self.workers)
             for seat in self.seats:
                 self._start_actor(seat)
             for seat in self.seats:
@@ -431,6 +434,19 @@ def _share(params: Params, workers: int) -> dict[str, Any]:
             )
         return {"num_gpus": each, "num_cpus": 1}
     return {"num_cpus": max(1, int(have.get("CPU", 1)) // workers)}
+
+
+def _wait_for_room(options: dict[str, Any], workers: int) -> None:
+    """Until the cluster has free what the workers need: without this they would wait for ever, without a word. Raises UserError."""
+    need = {"GPU": options.get("num_gpus", 0) * workers, "CPU": options["num_cpus"] * workers}
+    deadline = time.monotonic() + PLACEMENT_TIMEOUT
+    while short := {k: n for k, n in need.items() if ray.available_resources().get(k, 0) < n}:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"extract.workers = {workers} needs {' and '.join(f'{n} {k}s' for k, n in short.items())} free in the Ray cluster, and "
+                "others hold them: lower extract.workers or end what holds them (`ray status`)"
+            )
+        time.sleep(_POLL)
 
 
 def _first_user_error(e: BaseException) -> str | None:

@@ -100,6 +100,22 @@ def pair(world):
     assert not ray.is_initialized()
 
 
+def test_an_engine_that_cannot_load_says_why(world):  # before `pair` holds the processors
+    params, info, _ = world
+    extract = params.extract.model_copy(update={"quantization": "fp8"})
+    with pytest.raises(UserError, match=r"extract\.quantization"):
+        engines.make(params.model_copy(update={"extract": extract}), info, IDS)
+
+
+def test_a_full_cluster_is_said_and_not_waited_for_for_ever(world, pair, monkeypatch):
+    from eagle3dvc.engines import ray as module
+
+    monkeypatch.setattr(module, "PLACEMENT_TIMEOUT", 0.5)
+    with pytest.raises(UserError, match="others hold them"):
+        module.RayEngine(*world[:2], IDS)
+    assert ray.is_initialized(), "the cluster of the first engine is not its to end"
+
+
 def test_same_bytes_as_one_worker(world, pair, alone, tmp_path):
     finished = list(pair.extract(into(tmp_path / "two", world[2])))
     assert hashes(tmp_path / "two") == alone[0]
@@ -200,13 +216,6 @@ def test_workers_lost_in_a_row_end_the_run(pair):
             pair._replace(pair.seats[0], RuntimeError("out of memory\nmore"))
     finally:
         pair._in_a_row = before
-
-
-def test_an_engine_that_cannot_load_says_why(world):
-    params, info, _ = world
-    extract = params.extract.model_copy(update={"quantization": "fp8"})
-    with pytest.raises(UserError, match=r"extract\.quantization"):
-        engines.make(params.model_copy(update={"extract": extract}), info, IDS)
 
 
 def test_line_gives_a_lost_workers_shards_to_the_next(world):
