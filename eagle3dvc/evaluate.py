@@ -250,7 +250,7 @@ def heldout_prompts(samples: Heldout, limit: int) -> list[Prompt]:
 def file_prompts(params: Params, verifier: str | Path, per_file: int) -> list[Prompt]:
     """First questions of the rows of evaluate.prompts, rendered as prepare renders them; groups are file/category."""
     from eagle3dvc.params import Source
-    from eagle3dvc.prompts.conversations import from_row
+    from eagle3dvc.prompts.conversations import Rejected, from_row
     from eagle3dvc.prompts.render import load_renderer
     from eagle3dvc.prompts.sources import open_sources
 
@@ -261,7 +261,10 @@ def file_prompts(params: Params, verifier: str | Path, per_file: int) -> list[Pr
         for n, row in enumerate(source.rows()):
             if n == per_file:
                 break
-            conversation = from_row(row, params.prepare.system_prompt)
+            try:
+                conversation = from_row(row, params.prepare.system_prompt)
+            except Rejected as e:
+                raise UserError(f"evaluate.prompts: {row.where} is no question ({e}); correct it or remove it") from None
             if conversation.messages is None:
                 raise UserError(f"evaluate.prompts: {row.where} is pre-tokenised; give questions as text")
             roles = [m["role"] for m in conversation.messages]

@@ -192,3 +192,32 @@ def test_stop_tokens(tmp_path):
     assert evaluate.stop_tokens(tmp_path) == [2]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert evaluate.stop_tokens(tmp_path) == [2, 7]
+
+
+def test_prompt_files_are_rendered_and_grouped_by_category(tmp_path):
+    from transformers import AutoTokenizer
+
+    from eagle3dvc import demo_verifier
+
+    demo_verifier.tokenizer(400, 50).save_pretrained(tmp_path / "verifier")
+    rows = [
+        {"question_id": 1, "category": "math", "turns": ["What is 3 plus 4?", "And 5 more?"]},
+        {"question_id": 2, "category": "", "turns": ["Say hello."], "reference": ["hello"]},
+        {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Why?"}]},
+    ]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    asked = params(prompts=[str(file)], watch=str(file))
+    found = evaluate.file_prompts(asked, tmp_path / "verifier", 10)
+    texts = [AutoTokenizer.from_pretrained(tmp_path / "verifier").decode(p.token_ids) for p in found]
+    ask, answer = "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n"
+    assert texts == [
+        ask.format("What is 3 plus 4?") + answer,
+        ask.format("Say hello.") + answer,
+        "<|im_start|>system\nBe short.<|im_end|>\n" + ask.format("Why?") + answer,
+    ], "first questions only, each with the prompt for an answer"
+    assert [p.group for p in found] == ["questions/math", "questions", "questions"]
+    assert len(evaluate.file_prompts(asked, tmp_path / "verifier", 1)) == 1
+    file.write_text(json.dumps({"nothing": 1}) + "\n")
+    with pytest.raises(UserError, match=r"evaluate\.prompts: .*questions\.jsonl line 1 is no question"):
+        evaluate.file_prompts(asked, tmp_path / "verifier", 10)
