@@ -53,6 +53,8 @@ def build(
             run = _Run(params, renderer, unfinished, notice, responder)
             run.take_all(sources)
             metrics = run.finish(Path(verifier))
+            if responder is not None:
+                responder.save(unfinished)
             shutil.rmtree(out, ignore_errors=True)
             unfinished.rename(out)
             if responder is not None:
@@ -98,6 +100,8 @@ class _Run:
         self.by_source = {source.name: Counter() for source in sources}
         for source in sources:
             self.by_source[source.name].update(samples=0)
+            if source.note:
+                self.notice(f"prepare: {source.note}")
         try:
             dry = 0
             rows = shuffled(mixed(sources, self._ended), self.prepare.shuffle_buffer, self.params.seed)

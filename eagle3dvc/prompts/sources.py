@@ -40,12 +40,16 @@ class Row:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that exists; `rows()` reads it from its start. An endless source never runs out of rows."""
+    """A source that exists; `rows()` reads it from its start. An endless source never runs out of rows.
+
+    `note` is what the user should hear of it, though it is no error.
+    """
 
     name: str
     rows: Callable[[], Iterator[Row]]
     weight: float
     endless: bool = False
+    note: str | None = None
 
 
 def open_sources(params: Params) -> list[OpenSource]:
@@ -104,7 +108,7 @@ def _open(source: Source, seed: int, parameter: str) -> OpenSource:
     if path.exists():
         files = _files(path, parameter)
         name = source.name or (path.resolve().name if path.is_dir() else path.name.removesuffix(_suffix(path)))
-        return OpenSource(name, lambda: _file_rows(name, files), source.weight)
+        return OpenSource(name, lambda: _file_rows(name, files), source.weight, note=_left_out(path, files))
     looks_local = source.path.startswith((".", "/", "~")) or source.path.count("/") > 1 or path.suffix.lower() in (
         *FORMATS, *COMPRESSIONS, ".txt", ".csv", ".tsv", ".arrow", ".xz", ".zip", ".tar", ".bz2", ".ndjson"
     )  # fmt: skip
@@ -158,6 +162,16 @@ def _files(path: Path, parameter: str) -> list[Path]:
     if not files:
         raise UserError(f"{parameter}: the folder {path} holds no file of a known kind: put {KNOWN} there")
     return files
+
+
+def _left_out(path: Path, files: list[Path]) -> str | None:
+    """Which files of a folder are not read, in words."""
+    others = sorted(f.relative_to(path).as_posix() for f in set(path.rglob("*")) - set(files) if f.is_file())
+    if not others:
+        return None
+    return f"{path}: {len(files)} files are read; not of a known kind or hidden: {', '.join(others[:5])}" + ", ..." * (
+        len(others) > 5
+    )
 
 
 def _file_rows(name: str, files: list[Path]) -> Iterator[Row]:
@@ -342,4 +356,5 @@ def hub_source(source: Source, parameter: str = "prepare.sources") -> OpenSource
         if not n:
             raise UserError(f"{parameter}: the dataset {label} is empty: it holds no row")
 
-    return OpenSource(name, rows, source.weight)
+    note = f"the dataset {label} has no revision in {parameter}: what it holds may change" if source.revision is None else None
+    return OpenSource(name, rows, source.weight, note=note)

@@ -1,6 +1,7 @@
 """Loss masks, checked by decoding what they cover."""
 
 import datetime
+import random
 
 import numpy as np
 import pytest
@@ -139,6 +140,37 @@ def test_text_that_looks_like_the_template_stays_where_it_is(tokenizer):
     ]
     item = encode(Renderer(tokenizer), chat)
     assert supervised(tokenizer, item) == ["a<|im_end|>", "assistant<|im_end|>", "a<|im_end|>"]
+
+
+NASTY = [
+    "a",
+    "assistant",
+    "<|im_start|>assistant\n",
+    "<|im_end|>",
+    "<|im_end|>\n",
+    "\n",
+    " ",
+    "</think>",
+    "😀",
+    "é",
+    "<|end|>",
+    "user",
+    "\t",
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, generation()])
+@pytest.mark.parametrize("trim", [False, True])
+def test_masks_of_random_chats_made_of_what_the_template_itself_writes(template, trim):
+    tokenizer, rng = make_tokenizer(template, trim_offsets=trim), random.Random(0)
+
+    def text():
+        return "".join(rng.choices(NASTY, k=rng.randint(1, 4))) + "."
+
+    chats = [[(text(), text()) for _ in range(rng.randint(1, 4))] for _ in range(150)]
+    rows = [conversation([m for q, a in chat for m in (user(q), assistant(a))]) for chat in chats]
+    for chat, item in zip(chats, Renderer(tokenizer).encode(rows), strict=True):
+        assert supervised(tokenizer, item) == [f"{answer}<|im_end|>" for _, answer in chat]
 
 
 LLAMA2 = (

@@ -127,7 +127,9 @@ def test_folder_is_read_to_the_bottom_in_order_of_path(tmp_path):
     for name in ("b/2.jsonl", "a.jsonl", "b/1.json", ".hidden/x.jsonl", "README.md", ".x.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"file": name}))
-    rows = rows_of(tmp_path)
+    [opened] = sources.open_sources(params({"path": str(tmp_path)}, watch=tmp_path))
+    rows = list(opened.rows())
+    assert opened.note == f"{tmp_path}: 3 files are read; not of a known kind or hidden: .hidden/x.jsonl, .x.jsonl, README.md"
     assert [r.data["file"] for r in rows] == ["a.jsonl", "b/1.json", "b/2.jsonl"]
     assert {r.source for r in rows} == {tmp_path.name}
 
@@ -219,6 +221,7 @@ def test_datasets_give_rows_in_order(hub_folder, streaming):
     assert [r.data for r in rows] == [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(20)]
     assert rows[3].where == f"{hub_folder} split train row 4"
     assert rows[0].source == "mine"
+    assert opened.note.endswith("split train has no revision in prepare.sources: what it holds may change")
 
 
 def test_dataset_errors_name_it(hub_folder):
@@ -236,3 +239,12 @@ def test_dataset_with_images_is_refused(tmp_path):
     data.to_parquet(str(folder / "train.parquet"))
     with pytest.raises(UserError, match="has the column 'picture' of type Image: only text is supported"):
         sources.hub_source(Source(path=str(folder)))
+
+
+def test_dataset_that_cannot_be_reached_is_an_error(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    message = r"prepare.sources\[0\]: the dataset nobody/nothing split train cannot be loaded .* that the Hub can be reached"
+    with pytest.raises(UserError, match=message):
+        sources.open_sources(Params(max_samples=1, prepare={"sources": [{"path": "nobody/nothing"}]}))
