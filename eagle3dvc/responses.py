@@ -4,7 +4,7 @@ A drafter learns to predict what its verifier writes, so the verifier (re)writes
 prompt of a turn is what it would be served, history included, and what it answers is kept token by token.
 
 An answer belongs to the hash of its prompt's tokens under one set of generation settings. It is looked for in the log of
-finished answers (`<DVC_ROOT>/.dvc/tmp/eagle3dvc/answers`), then in the prompt shards of earlier runs in DVC's cache and
+finished answers (`<DVC_ROOT>/.dvc/tmp/eagle3dvc/answers`), then in `data/prompts/answers` of earlier runs in DVC's cache and
 remote; only what exists nowhere is generated. The engine starts at the first such answer, and before it ends it also
 computes the hidden states of the new prompt shards, so that the extract stage finds them done: a 1T verifier loads once.
 """
@@ -20,7 +20,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from eagle3dvc.prompts.render import Encoded, Renderer
 from eagle3dvc.verifier import VerifierInfo, layer_ids, load_head
 
 FORMAT = 1
+FILE_ANSWERS = 4096
 _HEAD = struct.Struct("<16sII")  # key, number of tokens, 1 if the answer ended by itself
 _CHECK = struct.Struct("<Q")  # xxh3_64 of what stands before it
 _THOUGHT = "</think>"
@@ -122,7 +123,9 @@ class AnswerStore:
         return known.within(limit) if known is not None else None
 
     def add(self, prompt: Sequence[int], answer: Answer) -> None:
-        key = prompt_key(prompt)
+        self.add_key(prompt_key(prompt), answer)
+
+    def add_key(self, key: bytes, answer: Answer) -> None:
         old = self._known.get(key)
         if old is not None and (old.ended or len(old.token_ids) >= len(answer.token_ids)):
             return
@@ -167,13 +170,38 @@ def stop_token_ids(renderer: Renderer, folder: Path) -> list[int]:
     return sorted(found)
 
 
-def recorded_answers(samples: Iterable[Any], stop: Sequence[int]) -> Iterator[tuple[list[int], Answer]]:
-    """(prompt, answer) of every supervised span of samples that this module made."""
-    for sample in samples:
-        ids, mask = sample.token_ids.tolist(), np.concatenate([[False], sample.loss_mask, [False]])
-        edges = np.flatnonzero(mask[1:] != mask[:-1])
-        for a, b in zip(edges[::2], edges[1::2], strict=True):
-            yield ids[:a], Answer(ids[a:b], ids[b - 1] in stop)
+def _schema():
+    import pyarrow as pa
+
+    return pa.schema([("prompt", pa.binary(16)), ("token_ids", pa.list_(pa.int32())), ("ended", pa.bool_())])
+
+
+def write_answers(folder: Path, used: Sequence[tuple[bytes, Answer]]) -> None:
+    """Write answers in order, FILE_ANSWERS a file; the same answers give the same bytes, more of them the same first files."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True)
+    for start in range(0, len(used), FILE_ANSWERS):
+        keys, answers = zip(*used[start : start + FILE_ANSWERS], strict=True)
+        columns = [list(keys), [a.token_ids for a in answers], [a.ended for a in answers]]
+        table = pa.Table.from_arrays([pa.array(c, f.type) for c, f in zip(columns, _schema(), strict=True)], schema=_schema())
+        path = folder / f"{start // FILE_ANSWERS:05d}.parquet"
+        pq.write_table(table, path, compression="zstd", compression_level=3, use_dictionary=False, write_statistics=False)
+
+
+def read_answers(path: Path) -> Iterator[tuple[bytes, Answer]]:
+    """(key of the prompt, answer) of one file; nothing where it is no such file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, memory_map=False)
+    except (pa.ArrowException, OSError):
+        return
+    if table.schema.equals(_schema()):
+        for row in table.to_pylist():
+            yield row["prompt"], Answer(row["token_ids"], row["ended"])
 
 
 class Responder:
@@ -190,6 +218,7 @@ class Responder:
         self.store = AnswerStore(stage.work_dir("answers") / f"{self.key}.log")
         self.counts: Counter[str] = Counter()
         self.engine: engines.Engine | None = None
+        self.used: list[tuple[bytes, Answer]] = []  # in the order of the conversations
         self._recovered = False
         self._work: Counter[str] = Counter()
 
@@ -213,6 +242,7 @@ class Responder:
         results: list[Any] = [None] * len(conversations)
         running: dict[int, Generator] = {}
         asked: dict[int, tuple[list[int], int]] = {}
+        used: list[list[tuple[bytes, Answer]]] = [[] for _ in conversations]
         for i, conversation in enumerate(conversations):
             running[i] = self._dialogue(conversation)
 
@@ -232,8 +262,17 @@ class Responder:
             order = sorted(running)
             answers = self._answers([asked[i] for i in order])
             for i, answer in zip(order, answers, strict=True):
+                used[i].append((prompt_key(asked[i][0]), answer))
                 advance(i, answer)
+        self.used += [entry for entries in used for entry in entries]
         return results
+
+    def save(self, folder: str | Path) -> None:
+        """Write every answer that was used, those of dropped samples too, so that no later run has to generate them."""
+        first: dict[bytes, Answer] = {}
+        for key, answer in self.used:
+            first.setdefault(key, answer)
+        write_answers(Path(folder) / "answers", list(first.items()))
 
     def _dialogue(self, conversation: Conversation) -> Generator[tuple[list[int], int], Answer, list[Turn]]:
         """Yields (prompt, largest number of new tokens), takes the answer; returns the turns. Raises Rejected."""
@@ -366,12 +405,11 @@ class Responder:
         return self.engine
 
     def _recover(self) -> None:
-        """Take over the answers in prompt shards of earlier runs: DVC's cache first, then the remote.
+        """Take over the answers of earlier runs: DVC's cache first, then the remote.
 
         Raises UserError where dvc.lock names prompts that only an unreachable remote has.
         """
         from eagle3dvc.hidden_states import dvc_repo
-        from eagle3dvc.prompts.shards import read_shard
 
         self._recovered = True
         repo = dvc_repo.DvcRepo.open()
@@ -389,13 +427,12 @@ class Responder:
                 repo.fetch([m for name, m in files.items() if name == "manifest.json"])
                 if not self._made_here(repo, files.get("manifest.json")):
                     continue
-                shards = [m for name, m in files.items() if name.endswith(".parquet") and m not in seen]
-                seen.update(shards)
-                repo.fetch(shards)
-                for md5 in shards:
-                    if repo.object_path(md5).exists():
-                        for prompt, answer in recorded_answers(read_shard(repo.object_path(md5)), self.stop):
-                            self.store.add(prompt, answer)
+                parts = [m for name, m in files.items() if name.startswith("answers/") and m not in seen]
+                seen.update(parts)
+                repo.fetch(parts)
+                for md5 in parts:
+                    for key, answer in read_answers(repo.object_path(md5)):
+                        self.store.add_key(key, answer)
         except dvc_repo.Unreachable as e:
             if not self.params.extract.allow_recompute:
                 raise UserError(

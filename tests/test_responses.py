@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
 from eagle3dvc import engines, params, prompts, responses, verifier
 from eagle3dvc.engines.transformers_generate import generate
@@ -22,18 +23,21 @@ from eagle3dvc.responses import Answer, AnswerStore
 from tests.engines import models
 
 STOP = 257
-MAX_NEW = 12
+MAX_NEW = 16
 
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory):
-    """A random verifier that often ends its answers: the stop token's logit is near the largest of the others."""
+    """A random verifier that writes printable text and often ends: the stop token's logit is near the largest of the others."""
     folder = tmp_path_factory.mktemp("talker")
     model = models.save_model("llama", folder)
     with torch.no_grad():
+        characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        odd = [i for i in range(models.VOCAB) if i >= 256 or not ("!" <= characters[i] <= "~")]
         h = model.model(torch.randint(0, 256, (4, 64))).last_hidden_state.flatten(0, 1)
         mean, best = h.mean(0), model.lm_head(h).amax(-1).mean()
-        model.lm_head.weight[STOP] = mean / mean.square().sum() * best * 1.1
+        model.lm_head.weight[odd] = -mean
+        model.lm_head.weight[STOP] = mean / mean.square().sum() * best * 1.2
     model.save_pretrained(folder)
     return folder
 
@@ -175,7 +179,7 @@ def test_reasoning_removed_from_history_gives_two_samples(project, monkeypatch):
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
     )
     p = project(chat_template=str(template), watch=".", max_samples=2, max_new_tokens=20)
-    tokens = {c: i for i, c in enumerate(sorted(__import__("tokenizers").pre_tokenizers.ByteLevel.alphabet()))}
+    tokens = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     written = [tokens[c] for c in "hm</think>yes"] + [STOP]
 
     class Scripted:
@@ -225,9 +229,9 @@ def test_tool_calls_stay_and_are_not_learned(project):
 
 
 def test_cut_off_answers_are_counted_and_kept_or_dropped(project):
-    kept = build(project(max_new_tokens=1))
+    kept = build(project(max_new_tokens=8))
     assert kept["answers_cut_off"] > 0 and kept["samples"] == 6
-    dropped = build(project(max_new_tokens=1, keep_truncated=False, max_rejected_fraction=1.0))
+    dropped = build(project(max_new_tokens=8, keep_truncated=False, max_rejected_fraction=1.0))
     assert dropped["rejected_by_reason"]["answer_cut_off"] > 0
     assert all(s.token_ids[-1] == STOP for s in iter_samples("data/prompts"))
 
@@ -296,7 +300,7 @@ def test_states_come_from_the_same_session(project, monkeypatch):
 
 
 def test_answers_come_back_from_dvc(project, monkeypatch):
-    """The log is lost (another machine, say): the prompt shards in DVC's cache hold every answer."""
+    """The log is lost (another machine, say): the files in DVC's cache hold every answer, those of dropped samples too."""
 
     def run(*args):
         done = subprocess.run(args, capture_output=True, text=True)
@@ -305,7 +309,7 @@ def test_answers_come_back_from_dvc(project, monkeypatch):
     run("git", "init", "-q")
     run(sys.executable, "-m", "dvc", "init", "-q")
     monkeypatch.setenv("DVC_ROOT", ".")
-    p = project()
+    p = project(max_new_tokens=8, keep_truncated=False, max_rejected_fraction=0.9)
     build(p)
     want = [f.read_bytes() for f in shard_files("data/prompts")]
     Path("dvc.yaml").write_text("stages:\n  prepare:\n    cmd: test -d data/prompts\n    outs:\n    - data/prompts\n")
@@ -316,7 +320,9 @@ def test_answers_come_back_from_dvc(project, monkeypatch):
     no_engine(monkeypatch)
     log = {}
     metrics = build(p, log)
-    assert log["answers_recovered"] == metrics["answers"] and [f.read_bytes() for f in shard_files("data/prompts")] == want
+    assert metrics["answers_cut_off"] > 0
+    assert log["answers_recovered"] == metrics["answers"] + metrics["answers_cut_off"]
+    assert [f.read_bytes() for f in shard_files("data/prompts")] == want
 
 
 def test_other_settings_have_other_answers(project):
