@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -82,17 +83,19 @@ class Line:
 class Worker:
     """One engine. Lives in its own process, on this machine or another."""
 
-    def __init__(self, number: int, params: Params, info: VerifierInfo, layer_ids: Sequence[int], threads: int | None):
-        import torch
-
-        if threads:
-            torch.set_num_threads(threads)
+    def __init__(self, number: int, params: Params, info: VerifierInfo, layer_ids: Sequence[int], threads: int):
+        torch.set_num_threads(threads)
         self.number = number
         self.engine = engines.make(params, info, layer_ids)
 
     def about(self) -> dict[str, Any]:
-        node = ray.get_runtime_context().get_node_id()
-        return {"name": self.engine.name, "version": self.engine.version, "node": node, "pid": os.getpid()}
+        return {
+            "name": self.engine.name,
+            "version": self.engine.version,
+            "node": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+        }
 
     def prove(self, head: Head) -> None:
         self.engine.prove(head)
@@ -190,7 +193,8 @@ class RayEngine:
     # ------------------------------------------------------------------------------------------------------- workers
     def _start_actor(self, seat: Seat) -> None:
         params, info = _elsewhere(self.params), replace(self.info, folder=Path(self.info.folder).resolve())
-        threads = None if self.options.get("num_gpus") else int(self.options["num_cpus"])
+        # as many threads as one engine here would take: on a CPU the last bits of a matrix product depend on their number
+        threads = torch.get_num_threads()
         actor = ray.remote(Worker).options(**self.options)
         seat.actor = actor.remote(seat.number, params, info, self.layer_ids, threads)
 

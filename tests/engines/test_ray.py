@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from eagle3dvc import engines
 from eagle3dvc.errors import UserError
@@ -121,6 +122,12 @@ def test_same_bytes_as_one_worker(world, pair, alone, tmp_path):
     assert hashes(tmp_path / "two") == alone[0]
     assert {f.path.name: f.md5 for f in finished} == alone[0]
     assert (pair.name, pair.version) == ("transformers", engines.transformers.TransformersEngine.version)
+
+
+def test_workers_compute_with_as_many_threads_as_one_engine_would(pair):
+    """The last bits of a wide matrix product on a CPU depend on the number of threads."""
+    threads = {ray.get(seat.actor.about.remote())["threads"] for seat in pair.seats}
+    assert threads == {torch.get_num_threads()}
 
 
 def test_every_worker_did_its_part_and_says_how_fast(world, pair, tmp_path):
