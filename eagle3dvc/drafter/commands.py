@@ -21,6 +21,7 @@ def convert(
     layer_ids: Annotated[str | None, typer.Option(help="Auxiliary layers in vLLM's ids (SGLang's plus one): 2,16,29.")] = None,
     verifier_name: Annotated[str | None, typer.Option(help="Public id of the verifier.")] = None,
     draft_tokens: Annotated[int | None, typer.Option(help="Draft tokens an engine takes by default.")] = None,
+    verifier: Annotated[Path | None, typer.Option(help="data/verifier: leave out an embedding that is its copy.")] = None,
 ) -> None:
     """Convert an EAGLE-3 drafter between the layouts of vLLM and SGLang, tensors bit for bit."""
     from eagle3dvc.drafter import convert as module
@@ -30,7 +31,7 @@ def convert(
         ids = [int(i) for i in layer_ids.split(",")] if layer_ids else None
     except ValueError:
         raise UserError(f"--layer-ids {layer_ids} must be numbers with commas between, as in 2,16,29") from None
-    d = module.convert(source, to, out, ids, verifier_name, draft_tokens)
+    d = module.convert(source, to, out, ids, verifier_name, draft_tokens, verifier)
     typer.echo(f"{out}: {to} layout of a drafter for {d.verifier}, auxiliary layers {list(d.aux_layer_ids)} (vLLM's ids)")
 
 

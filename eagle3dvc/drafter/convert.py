@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from eagle3dvc.drafter import check, layouts
 from eagle3dvc.errors import UserError
+
+
+def without_copies(d: layouts.Drafter, head: Any) -> layouts.Drafter:
+    """The drafter without an embedding that is the verifier's own: engines share it, a copy only costs memory.
+
+    The drafter's copy may be in a narrower dtype than the verifier's.
+    """
+    import torch
+
+    embed = d.tensors.get("embed_tokens.weight")
+    if embed is None or not torch.equal(embed.float(), head.embed.to(embed.dtype).float()):
+        return d
+    return replace(d, tensors={k: t for k, t in d.tensors.items() if k != "embed_tokens.weight"})
 
 
 def convert(
@@ -16,13 +31,15 @@ def convert(
     layer_ids: list[int] | None = None,
     verifier_name: str | None = None,
     speculative_tokens: int | None = None,
+    verifier: str | Path | None = None,
 ) -> layouts.Drafter:
     """Convert the drafter in `src` (safetensors, single or sharded) to layout `to` in the new folder `out`.
 
     layer_ids (vLLM's convention: SGLang's plus one) and verifier_name (public id) are for drafters that do not say them. The
-    probe, a statement about the tensors, goes along. Raises UserError and leaves nothing.
+    probe, a statement about the tensors, goes along. With `verifier` (its data/verifier folder) an embedding that is a copy of the
+    verifier's is left out, as engines share it. Raises UserError and leaves nothing.
     """
-    from dataclasses import replace
+    from eagle3dvc.verifier import load_head
 
     src, out = Path(src), Path(out)
     if to not in layouts.LAYOUTS:
@@ -34,6 +51,8 @@ def convert(
         raise UserError(f"{src} does not name its verifier: give --verifier-name, the public id of the model")
     if speculative_tokens is not None:
         d = replace(d, speculative_tokens=speculative_tokens)
+    if verifier is not None:
+        d = without_copies(d, load_head(verifier))
     work = out.with_name(f".{out.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     try:

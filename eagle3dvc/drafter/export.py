@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3dvc.drafter import card, check, layouts
+from eagle3dvc.drafter.convert import without_copies
 from eagle3dvc.errors import UserError
 from eagle3dvc.params import Params
 
@@ -29,20 +30,12 @@ def cast(d: layouts.Drafter, dtype: str) -> layouts.Drafter:
 
 def prepare_drafter(checkpoint: Path, info: Any, head: Any) -> layouts.Drafter:
     """The trained drafter under its verifier's public name, without tensors that are the verifier's own."""
-    import torch
-
     d = layouts.read(checkpoint, verifier=info.name)
     if d.vocab_size != info.vocab_size:
         raise UserError(f"{checkpoint} drafts from {d.vocab_size} tokens, its verifier {info.name} has {info.vocab_size}")
-    tensors = dict(d.tensors)
-    embed = tensors.get("embed_tokens.weight")
-    if embed is not None and torch.equal(embed.float(), head.embed):
-        del tensors["embed_tokens.weight"]  # engines share the verifier's; a copy would only cost memory
-    if not d.pruned and "lm_head.weight" not in tensors:
-        raise UserError(f"{checkpoint} has no lm_head: it is not a finished drafter")
     config = json.loads((info.folder / "config.json").read_text(encoding="utf-8"))
     names = tuple(config.get("architectures") or d.verifier_architectures)
-    return replace(d, tensors=tensors, verifier_architectures=names)
+    return replace(without_copies(d, head), verifier_architectures=names)
 
 
 def build(

@@ -135,7 +135,9 @@ def unrepresentable(d: Drafter, layout: str) -> list[str]:
     if c["model_type"] != "llama":
         lost.append(f"a decoder of type {c['model_type']}")
     if "embed_tokens.weight" in d.tensors:
-        lost.append("embed_tokens of the drafter's own (it always takes the verifier's)")
+        lost.append(
+            "an embed_tokens of the drafter's own (SGLang always takes the verifier's; if it is a copy, say `--verifier`)"
+        )
     lost += [f"{flag} = true" for flag in ("attention_bias", "mlp_bias") if c.get(flag)]
     return lost
 
@@ -146,8 +148,8 @@ def unrepresentable(d: Drafter, layout: str) -> list[str]:
 def read(folder: str | Path, layer_ids: list[int] | None = None, verifier: str | None = None) -> Drafter:
     """Read a drafter of either layout, from one safetensors file or shards with an index.
 
-    layer_ids (vLLM's convention) and verifier (public name) fill in what the folder does not say; where it does say it,
-    they must agree. Raises UserError.
+    layer_ids (vLLM's convention) fill in what the folder does not say and must agree with what it says; verifier is the public
+    name to use in place of the folder's. Raises UserError.
     """
     folder = Path(folder)
     config = read_config(folder)

@@ -117,6 +117,23 @@ def test_full_vocabulary(trained, tmp_path):
         convert(source, "speculators", tmp_path / "other", layer_ids=world.AUX, verifier_name="tests/tiny")
 
 
+def test_a_copied_embedding_is_left_out_and_one_of_its_own_kept(trained, tmp_path):
+    source = Path(shutil.copytree(trained.export / "speculators", tmp_path / "in"))
+    tensors = load_file(source / "model.safetensors")
+    embed = trained.world.verifier.model.embed_tokens.weight.detach().bfloat16()
+    save_file({**tensors, "embed_tokens.weight": embed}, source / "model.safetensors")
+    with pytest.raises(UserError, match="embed_tokens of the drafter's own .*--verifier"):
+        convert(source, "sglang", tmp_path / "out")
+    folder = trained.world.folders["verifier"]
+    convert(source, "sglang", tmp_path / "out", verifier=folder)
+    assert "embed_tokens.weight" not in load_file(tmp_path / "out/model.safetensors")
+    save_file({**tensors, "embed_tokens.weight": embed * 2}, source / "model.safetensors")
+    with pytest.raises(UserError, match="embed_tokens of the drafter's own"):
+        convert(source, "sglang", tmp_path / "other", verifier=folder)
+    convert(source, "speculators", tmp_path / "other", verifier=folder)
+    assert torch.equal(load_file(tmp_path / "other/model.safetensors")["embed_tokens.weight"], embed * 2)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
