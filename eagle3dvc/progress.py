@@ -10,11 +10,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 
 
 class ShardProgress:
-    """Progress over shards: shards, tokens/s, MB/s and time left. Use as a context manager; call `advance` for each shard."""
+    """Progress over shards (or another `unit`): how many, tokens/s, MB/s and time left. Use as a context manager.
 
-    def __init__(self, title: str, shards: int, tokens: int):
-        self.title, self.shards, self.tokens = title, shards, tokens
-        self.done_shards = self.done_tokens = self.done_bytes = 0
+    Call `advance` for each finished shard; an engine that has many in flight calls `tick` for tokens as they are computed.
+    """
+
+    def __init__(self, title: str, shards: int, tokens: int, unit: str = "shards"):
+        self.title, self.shards, self.tokens, self.unit = title, shards, tokens, unit
+        self.done_shards = self.done_tokens = self.done_bytes = self.computed = 0
         self._console = Console(stderr=True)
         self._bar = None
         if self._console.is_terminal:
@@ -39,18 +42,26 @@ class ShardProgress:
         if self._bar:
             self._bar.stop()
 
+    def tick(self, tokens: int) -> None:
+        self.computed += tokens
+        self._show()
+
     def advance(self, tokens: int, nbytes: int) -> None:
         self.done_shards += 1
         self.done_tokens += tokens
         self.done_bytes += nbytes
+        self._show()
+
+    def _show(self) -> None:
+        tokens = max(self.done_tokens, self.computed)
         seconds = max(time.monotonic() - self.started, 1e-9)
         text = (
-            f"{self.done_shards}/{self.shards} shards, {self.done_tokens / seconds:,.0f} tok/s, "
+            f"{self.done_shards}/{self.shards} {self.unit}, {tokens / seconds:,.0f} tok/s, "
             f"{self.done_bytes / seconds / 1e6:,.1f} MB/s"
         )
         if self._bar:
-            self._bar.update(self._task, completed=self.done_tokens, text=text)
+            self._bar.update(self._task, completed=tokens, text=text)
         elif time.monotonic() - self._last_line > 10 or self.done_shards == self.shards:
             self._last_line = time.monotonic()
-            left = (self.tokens - self.done_tokens) * seconds / max(self.done_tokens, 1)
+            left = max(self.tokens - tokens, 0) * seconds / max(tokens, 1)
             print(f"{self.title}: {text}, {left:,.0f} s left", file=sys.stderr, flush=True)

@@ -367,7 +367,7 @@ class Responder:
         engine = self._started()
         p = self.params.prepare
         prompts, limits = [asked[i][0] for i in missing], [asked[i][1] for i in missing]
-        with ShardProgress("answers", len(missing), sum(limits)) as progress:
+        with ShardProgress("answers", len(missing), sum(limits), unit="answers") as progress:
 
             def done(k: int, ids: list[int]) -> None:
                 answer = Answer(ids, bool(ids) and ids[-1] in self.stop)

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """A loaded verifier. Built only when something is left to compute: loading a 1T verifier takes 20 minutes."""
+    """A loaded verifier. Built only when something is left to compute: loading a 1T verifier takes 20 minutes.
+
+    on_tokens: what the caller sets to be told how many tokens were just computed; engines with many shards in flight call it.
+    """
 
     name: str
     version: str
+    on_tokens: Callable[[int], None] | None
 
     def prove(self, head: Head) -> None:
         """Final norm + lm_head on the stored last state must reproduce the verifier's own logits, else UserError.

@@ -55,6 +55,7 @@ class TransformersEngine:
 
     name = "transformers"
     version = transformers.__version__
+    on_tokens: Callable[[int], None] | None = None
 
     def __init__(self, params: Params, info: VerifierInfo, layer_ids: Sequence[int]):
         self.layer_ids = list(layer_ids)
@@ -145,6 +146,8 @@ class TransformersEngine:
             for batch in length_batches([len(t) for t in request.token_ids], self.batch_tokens):
                 for i, x in zip(batch, self.states([request.token_ids[i] for i in batch]), strict=True):
                     buffer.put(i, x)
+                if self.on_tokens is not None:
+                    self.on_tokens(sum(len(request.token_ids[i]) for i in batch))
             yield buffer.finish()
 
     def generate(

@@ -93,6 +93,7 @@ def compute(
         log |= {"engine": engine.name, "engine_version": engine.version, "seconds_load": round(time.monotonic() - started, 3)}
         started, left = time.monotonic(), {p.key: p for p in missing}
         with ShardProgress("extract", len(missing), sum(p.tokens for p in missing)) as progress:
+            engine.on_tokens = progress.tick
             for done in engine.extract(requests(missing, store, params, info, ids, engine)):
                 asked = left.pop(done.key, None)
                 if asked is None or (asked.tokens, asked.samples) != (done.tokens, done.samples):

