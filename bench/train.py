@@ -1,6 +1,6 @@
 """Training speed: `speculators train` from its own per-sample files against this project's train stage, on the same samples.
 
-    python bench/train.py --shape llama-8b --steps 60               # one GPU: both, then the table
+    python bench/train.py --shape llama-8b                          # one GPU: both, then the table
     python bench/train.py --shape llama-8b --only ours --gpus 2     # two GPUs, the same batch a step as --gpus 1 --accumulate 2
     python bench/train.py --shape tiny --steps 20                   # CPU: ours only, the library's command needs a GPU
     python bench/train.py --memory                                  # host memory of a small and an eight times larger cache
@@ -162,7 +162,8 @@ def run_ours(settings: str, records: str) -> None:
     from eagle3dvc import params as params_module
     from eagle3dvc.drafter import train
 
-    logging.getLogger("speculators.metrics").addHandler(Records(records))
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("speculators.metrics").addHandler(Records(records))
     log: dict = {}
     train.build(params_module.parse(json.loads(settings)), log=log)
     print(json.dumps(log))
@@ -196,7 +197,8 @@ def library_arguments(args: argparse.Namespace, shape: dict, root: Path) -> list
         *("--data-path", str(root / "library/data"), "--hidden-states-path", str(root / "library/hidden_states")),
         *("--save-path", str(root / "library/out"), "--on-missing", "raise", "--target-layer-ids", *map(str, aux)),
         *("--draft-vocab-size", str(shape["draft"]), "--total-seq-len", str(args.tokens), "--ttt-steps", "3"),
-        *("--epochs", "100", "--max-steps", str(args.steps), "--lr", "1e-4", "--optimizer", args.optimizer),
+        *("--mask-token-id", "0"),  # unused by EAGLE-3, but looked for in a tokenizer when not given
+        *("--epochs", "1", "--max-steps", str(args.steps), "--lr", "1e-4", "--optimizer", args.optimizer),
         *("--num-workers", str(args.library_workers), "--loss-implementation", "eager", "--log-freq", "5"),
         *("--full-attention-indices", "0", "--train-data-ratio", "0.99"),
     ]
@@ -223,10 +225,12 @@ def summary(path: Path, skip: int) -> dict:
     }
 
 
-def child(root: Path, kind: str, payload: str, records: Path) -> None:
+def child(root: Path, kind: str, payload: str, records: Path, processes: int = 1) -> None:
     here = Path(__file__).resolve()
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     environment = {**os.environ, "PYTHONPATH": f"{here.parents[1]}:{os.environ.get('PYTHONPATH', '')}", "DVC_ROOT": str(root)}
-    subprocess.run([sys.executable, str(here), "--child", kind, payload, str(records)], cwd=root, env=environment, check=True)
+    command = [sys.executable, *launch, str(here), "--child", kind, payload, str(records)]
+    subprocess.run(command, cwd=root, env=environment, check=True)
 
 
 def compare(args: argparse.Namespace) -> dict:
@@ -238,7 +242,7 @@ def compare(args: argparse.Namespace) -> dict:
         make_data(root, shape, args.samples, args.length, library)
         print(f"data: {args.samples} samples in {time.time() - began:.0f} s", flush=True)
         if args.only != "library":
-            child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl")
+            child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl", args.gpus)
             found["ours"] = summary(root / "ours.jsonl", args.skip)
         if library:
             child(root, "library", json.dumps(library_arguments(args, shape, root)), root / "library.jsonl")
@@ -290,8 +294,8 @@ def main() -> None:
         return None
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=LAYERS, default="llama-8b")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--skip", type=int, default=15, help="steps before the measurement")
+    parser.add_argument("--steps", type=int, default=36, help="fewer than an epoch: the library saves and validates after one")
+    parser.add_argument("--skip", type=int, default=12, help="steps before the measurement")
     parser.add_argument("--samples", type=int, default=640)
     parser.add_argument("--length", type=int, default=512, help="mean tokens a sample")
     parser.add_argument("--tokens", type=int, default=8192, help="packed tokens a micro-batch")

@@ -314,6 +314,8 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
     compiled = device.type == "cuda" and t.compile
     if device.type == "cuda":  # the library compiles its forward wherever there is a GPU
         torch.compiler.set_stance("default" if compiled else "force_eager")
+        # DDP's graph splitter cannot split around flex attention; the forward is a graph of its own either way
+        torch._dynamo.config.optimize_ddp = False
     try:
         loss = resolve_loss_config(t.loss, guards.loss_implementation(device, compiled))
     except ValueError as e:
