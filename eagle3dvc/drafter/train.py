@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import xxhash
 
+from eagle3dvc import params as params_module
 from eagle3dvc import stage
 from eagle3dvc import verifier as verifier_module
 from eagle3dvc.drafter import checkpoints, guards, model, vocab
@@ -118,16 +119,13 @@ def torchrun(params: Params, paths: dict[str, str], processes: int, log: Any) ->
 
 
 def main() -> None:
-    """One process of a run of several: `python -m eagle3dvc.drafter.train JOB` under torchrun."""
-    from eagle3dvc import params as params_module
-
-    signal.signal(signal.SIGTERM, stage._on_signal)
+    """One process of a run of several: `python -m eagle3dvc.drafter.train JOB` under torchrun, started by :func:`torchrun`."""
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    log: dict[str, Any] = {}
     first = os.environ["RANK"] == "0"
+    log: dict[str, Any] = {}
     try:
-        metrics = build(params_module.parse(job["params"]), log=log, **job["paths"])
+        metrics = join(params_module.parse(job["params"]), job["paths"], log)
         if first:
             stage.write_json(folder / "result.json", {"metrics": metrics, "log": log})
     except BaseException as e:
@@ -136,6 +134,12 @@ def main() -> None:
         if isinstance(e, (UserError, stage.Interrupted)):
             raise SystemExit(128 + e.signum if isinstance(e, stage.Interrupted) else 1) from None
         raise
+
+
+def join(params: Params, paths: dict[str, str], log: dict[str, Any]) -> dict[str, Any]:
+    """Take part in a run that torchrun started, without writing what a stage writes."""
+    signal.signal(signal.SIGTERM, stage._on_signal)
+    return build(params, log=log, **paths)
 
 
 @dataclass
