@@ -52,9 +52,9 @@ def text_config(arch: str, layers: int, hidden: int, vocab: int, tied: bool):
             num_attention_heads=2,
             num_key_value_heads=2,
             q_lora_rank=32,
-            kv_lora_rank=32,
+            kv_lora_rank=512,  # with the 64 below the only sizes that vLLM's MLA kernels take
             qk_nope_head_dim=32,
-            qk_rope_head_dim=32,
+            qk_rope_head_dim=64,
             v_head_dim=32,
             n_routed_experts=4,
             num_experts_per_tok=2,

@@ -11,7 +11,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +117,28 @@ def new_engine(args: dict[str, Any]) -> Any:
     config = EngineArgs(**args).create_engine_config()
     scheduling = config.scheduler_config
     scheduling.scheduler_cls = NoDraftsAsync if scheduling.async_scheduling else NoDrafts
-    return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    with _without_llvmlite():
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+
+
+@contextlib.contextmanager
+def _without_llvmlite() -> Iterator[None]:
+    """vLLM 0.32 on CPU looks at `vars()` of everything in every loaded module and falls over llvmlite's wrapped library.
+
+    llvmlite is loaded with numba, which multimodal verifiers (Kimi-K2.5) bring in.
+    """
+    import torch
+
+    name = "llvmlite.binding.ffi"
+    if torch.cuda.is_available() or importlib.util.find_spec("llvmlite") is None:
+        yield
+        return
+    hidden = importlib.import_module(name)
+    del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules[name] = hidden
 
 
 def add_request(engine: Any, request_id: str, token_ids: Sequence[int], params: Any) -> None:

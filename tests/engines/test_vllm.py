@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from eagle3dvc import engines, params, verifier
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.format import ShardRequest, shard_key
+from tests import tiny
 from tests.engines import models
 
 pytestmark = [
@@ -196,6 +197,7 @@ def test_deepseek_parity(tmp_path, monkeypatch):
         world.engine.close()
 
 
+@pytest.mark.soak
 def test_tensor_parallel_parity(tmp_path, monkeypatch):
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
     world = World("llama", tmp_path, tensor_parallel_size=2, max_num_batched_tokens=256, engine_args={"async_scheduling": True})
@@ -212,5 +214,55 @@ def test_other_families(kind, tmp_path, monkeypatch):
     world = World(kind, tmp_path)
     try:
         world.check([world.request(models.prompts(LENGTHS))], 1e-5)
+    finally:
+        world.engine.close()
+
+
+@pytest.mark.soak
+def test_kimi_wrapper(tmp_path, monkeypatch):
+    """The text model inside KimiK25's multimodal wrapper, against the same weights without it."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    tiny.make_verifier(tmp_path / "model", arch="deepseek_v3", nested="kimi_k25")
+    plain = tiny.make_verifier(tmp_path / "plain", arch="deepseek_v3")
+    world = World.__new__(World)
+    world.folder, world.params = tmp_path, settings(tmp_path / "model")
+    world.model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    world.info = verifier.build(world.params, tmp_path / "verifier")
+    world.ids = verifier.layer_ids(world.info, world.params)
+    world.engine = engines.make(world.params, world.info, world.ids)
+    try:
+        world.engine.prove(verifier.load_head(world.info.folder))
+        world.check([world.request(models.prompts([3, 120, 64]))], 1e-4)  # the wiring; exactness is test_deepseek_parity's
+    finally:
+        world.engine.close()
+
+
+def test_out_of_memory_at_start_is_retried_once(tmp_path, monkeypatch, capfd):
+    """A cache too small for one prompt: a real failure of vLLM's, the same as on a GPU that is too full."""
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    with pytest.raises(UserError, match="extract.max_num_batched_tokens, extract.max_num_seqs, extract.gpu_memory_utilization"):
+        World("llama", tmp_path, engine_args={"kv_cache_memory_bytes": 100_000})
+    assert "starting again with max_num_batched_tokens 32 and max_num_seqs 4" in capfd.readouterr().err
+
+
+@pytest.mark.soak
+def test_out_of_memory_while_running(tmp_path, monkeypatch):
+    """Cannot be caused on a CPU, so the third step fails: the engine starts again with half the batch and loses nothing."""
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    world = World("llama", tmp_path)
+    real, steps = type(world.engine._engine).step, []
+
+    def step(self):
+        steps.append(1)
+        if len(steps) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self)
+
+    monkeypatch.setattr(type(world.engine._engine), "step", step)
+    try:
+        world.check([world.request(models.prompts(LENGTHS, seed)) for seed in range(2)], 1e-5)
+        assert world.engine.args["max_num_batched_tokens"] == 32
     finally:
         world.engine.close()
