@@ -11,6 +11,7 @@ Three layers, cheapest first, each with its own reason when it refuses:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -105,15 +106,50 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return worst if worst == worst else float("inf")
 
 
-def self_check(folder: Path, model, dtype: torch.dtype, probes: list[Window]) -> dict[str, float]:
-    """Reload one layout and compare it with the trained model (float32, speculators' code) on held-out states.
+@dataclass(frozen=True)
+class Wanted:
+    """What a layout must compute on one window: logits [T, draft vocabulary] a step, of the model rounded to the export's dtype
+    and as trained, with the embeddings fed."""
 
-    `model` is rounded to the export's dtype first, so the comparison is tight; how much that rounding changes is
-    returned: `max_difference` (of logits, against the rounded model) and `same_token` (share of greedy drafts equal to
-    those of the model as trained). Raises UserError when the layout computes something else.
+    window: Window
+    embeds: list[torch.Tensor]
+    rounded: list[torch.Tensor]
+    trained: list[torch.Tensor]
+
+
+@contextlib.contextmanager
+def _rounded(model, dtype: torch.dtype) -> Iterator[None]:
+    """The drafter's own weights rounded to dtype for a while, in place: a copy of a large drafter may not fit.
+
+    Neither the verifier's tensors nor buffers: rope frequencies stay float32 in every engine.
     """
-    import copy
+    kept = {n: p.data for n, p in model.named_parameters() if not n.startswith(("verifier_", "embed_tokens."))}
+    own = dict(model.named_parameters())
+    try:
+        for name, data in kept.items():
+            own[name].data = data.to(dtype).to(data.dtype)
+        yield
+    finally:
+        for name, data in kept.items():
+            own[name].data = data
 
+
+def wanted(model, dtype: torch.dtype, probes: list[Window]) -> list[Wanted]:
+    """Logits of the trained model (speculators' code, float32) that every layout in this dtype is compared with."""
+    with _rounded(model, dtype):
+        rounded = [trained_logits(model, w) for w in probes]
+    return [
+        Wanted(w, [model.embed_tokens.weight.detach()[w.fed(j)] for j in range(STEPS)], tight, trained_logits(model, w))
+        for w, tight in zip(probes, rounded, strict=True)
+    ]
+
+
+def self_check(folder: Path, model, expected: list[Wanted]) -> dict[str, float]:
+    """Reload one layout and compare it with the trained model on held-out states; raises UserError when it is another one.
+
+    The comparison is with the model rounded to the export's dtype, so it is tight. Returns `max_difference` of those logits and
+    what rounding itself changes, `same_token`: share of greedy drafts equal to those of the model as trained.
+    """
     import torch
 
     from eagle3dvc.drafter import reference
@@ -125,25 +161,21 @@ def self_check(folder: Path, model, dtype: torch.dtype, probes: list[Window]) ->
             f"{folder}: config.json names auxiliary layers {ref.aux_layer_ids} (vLLM's ids) but the drafter was trained on "
             f"{trained_on}: it would read other layers than it knows"
         )
-    rounded = copy.deepcopy(model)
-    for p in rounded.parameters():  # not the buffers: rope frequencies stay float32 in every engine
-        p.data = p.data.to(dtype).float()
-    mapping = model.d2t if getattr(model, "d2t", None) is not None else None
+    mapping = getattr(model, "d2t", None)
     worst, same, total = 0.0, 0, 0
-    for w in probes:
-        embeds = [rounded.embed_tokens.weight[w.fed(j)] for j in range(STEPS)]
-        found, tight, loose = ref.chain(w.states, embeds), trained_logits(rounded, w), trained_logits(model, w)
-        for step, (a, b, c) in enumerate(zip(found, tight, loose, strict=True)):
+    for e in expected:
+        found = ref.chain(e.window.states, e.embeds)
+        for step, (a, b, c) in enumerate(zip(found, e.rounded, e.trained, strict=True)):
             if (d := _distance(a, b)) > TOLERANCE:
                 raise UserError(
                     f"{folder} does not compute what was trained: logits of drafting step {step + 1} differ by {d:.2g} of "
-                    f"their size (allowed {TOLERANCE}){_guess(ref, w, embeds, tight, TOLERANCE)}"
+                    f"their size (allowed {TOLERANCE}){_guess(ref, e)}"
                 )
             worst = max(worst, d)
-            drafts, wanted = ref.to_verifier(a.argmax(-1)), b.argmax(-1)
-            wanted = wanted if mapping is None else wanted + mapping[wanted]
+            drafts, best = ref.to_verifier(a.argmax(-1)), b.argmax(-1)
+            best = best if mapping is None else best + mapping[best]
             clear = _clear(b)
-            if not torch.equal(drafts[clear], wanted[clear]):
+            if not torch.equal(drafts[clear], best[clear]):
                 raise UserError(f"{folder}: d2t maps drafts to other tokens than in training; the map was changed")
             same += int((a.argmax(-1) == c.argmax(-1)).sum())
             total += len(a)
@@ -156,12 +188,12 @@ def _clear(logits: torch.Tensor) -> torch.Tensor:
     return (two[:, 0] - two[:, 1]) > 2 * TOLERANCE * logits.abs().max()
 
 
-def _guess(ref: Reference, w: Window, embeds, expected: list[torch.Tensor], tolerance: float) -> str:
+def _guess(ref: Reference, e: Wanted) -> str:
     """A hint at the cause: does another order of the auxiliary layers give the expected logits?"""
-    for order in itertools.permutations(range(w.states.shape[1])):
+    for order in itertools.permutations(range(e.window.states.shape[1])):
         if list(order) != sorted(order):
-            found = ref.chain(w.states[:, list(order)], embeds)
-            if all(_distance(a, b) <= tolerance for a, b in zip(found, expected, strict=True)):
+            found = ref.chain(e.window.states[:, list(order)], e.embeds)
+            if all(_distance(a, b) <= TOLERANCE for a, b in zip(found, e.rounded, strict=True)):
                 return f": the auxiliary layers are swapped, fc.weight takes them in the order {list(order)}"
     return ": weights, rope or norm settings are not those it was trained with"
 
@@ -374,7 +406,7 @@ def _check_trained(folder: Path, d: Drafter, hidden, verifier, prompts, trained)
     if hidden is None:
         raise UserError("--trained needs --hidden: the logits are compared on held-out hidden states")
     model = drafter_model.load(trained, verifier)
-    result = self_check(folder, model, d.tensors["fc.weight"].dtype, windows(hidden, prompts))
+    result = self_check(folder, model, wanted(model, d.tensors["fc.weight"].dtype, windows(hidden, prompts)))
     return {f"trained_{k}": v for k, v in result.items()}
 
 

@@ -61,6 +61,7 @@ def build(
     trained = drafter_model.load(checkpoint, verifier)
     d = cast(prepare_drafter(checkpoint, info, head), params.export.dtype)
     probes = check.windows(hidden, prompts)
+    expected = check.wanted(trained, getattr(torch, params.export.dtype), probes)
     work = out.with_name(f".{out.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     checked, sizes = {}, {}
@@ -68,7 +69,7 @@ def build(
         for layout in params.export.layouts:
             folder = work / layout
             layouts.write(d, folder, layout)
-            checked[layout] = check.self_check(folder, trained, getattr(torch, params.export.dtype), probes)
+            checked[layout] = check.self_check(folder, trained, expected)
             check.write_provenance(folder, d, {"name": info.name, "revision": info.revision, "identity": info.identity})
             check.write_probe(folder, head.embed, probes[0])
             text = card.text(d, layout, info=info, drafter=drafter, prompts=prompts)

@@ -234,8 +234,10 @@ def test_the_self_check_of_the_stage_finds_it(folder, trained, name):
     damage, _ = {**SETTINGS, **WEIGHTS}[name]
     f = trained.world.folders
     model = drafter_model.load(trained.drafter / "best", f["verifier"])
-    probes = check.windows(f["hidden"], f["prompts"])
-    check.self_check(folder, model, torch.bfloat16, probes)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    expected = check.wanted(model, torch.bfloat16, check.windows(f["hidden"], f["prompts"]))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "rounding is undone"
+    check.self_check(folder, model, expected)
     damage(folder)
     says = {
         "ids shifted": r"auxiliary layers \[2, 4, 6\].*trained on \[1, 3, 5\]",
@@ -243,7 +245,7 @@ def test_the_self_check_of_the_stage_finds_it(folder, trained, name):
         "aux order": r"auxiliary layers are swapped",
     }.get(name, r"does not compute what was trained")
     with pytest.raises(UserError, match=says):
-        check.self_check(folder, model, torch.bfloat16, probes)
+        check.self_check(folder, model, expected)
 
 
 def test_without_anything_to_compute_with_it_does_not_say_ok(folder):

@@ -222,10 +222,10 @@ def test_rope_means_the_same_in_both_layouts_and_in_speculators(trained, drafter
     other.load_state_dict(head.state_dict())
     other.load_state_dict({k: v.float() for k, v in changed.tensors.items() if k.endswith("weight")}, strict=False)
     for layout in layouts.LAYOUTS:
-        assert check.self_check(tmp_path / layout, other, torch.float32, probes)["max_difference"] < 1e-4
+        assert check.self_check(tmp_path / layout, other, check.wanted(other, torch.float32, probes))["max_difference"] < 1e-4
     if rope["rope_type"] != "default":
         with pytest.raises(UserError, match="does not compute what was trained"):
-            check.self_check(tmp_path / "sglang", head, torch.float32, probes)
+            check.self_check(tmp_path / "sglang", head, check.wanted(head, torch.float32, probes))
 
 
 def test_card_says_where_the_drafter_comes_from(trained, tmp_path, monkeypatch):
