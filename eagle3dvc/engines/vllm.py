@@ -69,7 +69,7 @@ _MEMORY = re.compile(
 )
 
 
-class OutOfMemory(Exception):
+class OutOfMemory(UserError):
     """vLLM ran out of device or KV-cache memory; the message is the line that says so."""
 
 
@@ -211,6 +211,7 @@ class VllmEngine:
             )
         self._retried = True
         self.args |= {"max_num_batched_tokens": batched // 2, "max_num_seqs": seqs // 2}
+        self.in_flight = max(2, self.in_flight // 2)
         if self.args.get("enable_chunked_prefill") is False:
             self.args["max_num_batched_tokens"] = max(batched // 2, self.args["max_model_len"])
         print(
@@ -241,20 +242,24 @@ class VllmEngine:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> list[Any]:
-        """One engine step: the requests that finished in it. Raises OutOfMemory, UserError or what vLLM raises."""
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns; raises OutOfMemory where vLLM's error means that, else what vLLM raises."""
         try:
-            return [out for out in self._engine.step() if out.finished]
+            return call()
         except UserError:
             raise
         except Exception as e:
-            messages = _messages(e)
-            if not any(_MEMORY.search(m) for m in messages):
+            found = next((m for m in _messages(e) if _MEMORY.search(m)), None)
+            if found is None:
                 raise
-        raise OutOfMemory(next(m for m in messages if _MEMORY.search(m)))
+        raise OutOfMemory(found)  # outside the handler, so that the frames of the failed step give their memory back
+
+    def _step(self) -> list[Any]:
+        """One engine step: the requests that finished in it."""
+        return [out for out in self._guarded(self._engine.step) if out.finished]
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        return self._engine.collective_rpc(method, args=args)
+        return self._guarded(lambda: self._engine.collective_rpc(method, args=args))
 
     def _poll(self):
         """The report of the worker that writes; raises the error of its writer threads."""

@@ -157,7 +157,8 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
     def poison_all(self) -> None:
         """Fill the cache with NaN; only while no request is running."""
         if self._poison and self._cache is not None:
-            self._cache.fill_(float("nan"))
+            with torch.inference_mode():
+                self._cache.fill_(float("nan"))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
