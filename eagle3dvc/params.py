@@ -202,7 +202,7 @@ class Evaluate(Block):
     batch_sizes: Annotated[list[Positive], Field(min_length=1)] = [1]
     sweep_draft_tokens: list[Positive] = []
     prompts: list[str] = []
-    watch: str = "eagle3dvc/serving.py"
+    watch: str = "stages/evaluate.py"
     max_new_tokens: Positive = 128
     baseline: str | None = None
     bootstrap: Positive = 1000

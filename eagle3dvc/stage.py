@@ -133,7 +133,8 @@ def sentence(e: BaseException) -> str | None:
 def run(name: str, main: Callable[[Params, StageLog], dict[str, Any]]) -> None:
     """Run one stage: `main(params, log)` returns the metrics. Ends the process non-zero on any failure."""
     die_with_parent()
-    signal.signal(signal.SIGTERM, _on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _on_signal)
     started, log = time.monotonic(), StageLog()
     try:
         metrics = main(params_module.load(), log)
