@@ -26,6 +26,15 @@ STOP = 257
 MAX_NEW = 16
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads cost more than they give on matrices this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory):
     """A random verifier that writes printable text and often ends: the stop token's logit is near the largest of the others."""
