@@ -103,6 +103,7 @@ def test_a_deleted_shard_is_recomputed_with_the_same_bytes(project):
     name = sorted(before)[1]
     (project.root / "data/hidden_states" / name).unlink()
     cache_object(project, before[name]).unlink()
+    (project.root / ".dvc/tmp/eagle3dvc/shards" / name.split("-")[1]).unlink()  # kept until the run after the one that made it
     assert extract(project) == (3, 1)
     assert project.shards() == before
     # only the workspace file: DVC or the stage brings it back from the cache
@@ -123,7 +124,8 @@ def test_verify_finds_and_repairs_a_damaged_shard(project):
     bad = project.run("eagle3dvc", "verify", check=False)
     assert bad.returncode == 1 and name in bad.stdout and "--repair" in bad.stdout
     assert "bad: " in bad.stdout and bad.stdout.count("bad: ") == 1
-    train = project.dvc("repro", "-f", "-s", "train", check=False)
+    project.set(train__learning_rate=0.003)
+    train = project.dvc("repro", "-s", "train", check=False)
     assert train.returncode != 0 and name in train.stderr + train.stdout
     assert project.run("eagle3dvc", "verify", "--repair").returncode == 0
     assert extract(project) == (3, 1)
