@@ -260,24 +260,37 @@ def compare(args: argparse.Namespace) -> dict:
     return found
 
 
+def read_epoch() -> None:
+    """One epoch of batches through the loader, as training reads them, without the model (which is the same whatever the cache)."""
+    import torch
+
+    from eagle3dvc.drafter.data import Loader, Plan, survey, usable
+    from eagle3dvc.hidden_states.reader import HiddenStates
+
+    data = HiddenStates()
+    found = survey("data/prompts", LAYERS["tiny"]["vocab"], 3)
+    train = usable(data, found, "train", 8192)
+    plan = Plan(train, data.lengths[train], found.targets[train], 8192, 0)
+    loader = Loader(data, plan, device=torch.device("cpu"), dtype=torch.bfloat16, ttt_steps=3, workers=2)
+    for _ in range(len(plan)):
+        next(loader)
+    loader.close()
+
+
 def memory(args: argparse.Namespace) -> dict:
-    """Peak host memory of one epoch over a cache of --samples and one eight times as large; the same steps otherwise."""
-    shape, found = LAYERS["tiny"] | {"hidden": 1024, "heads": 8, "groups": 8}, {}
+    """Peak host memory of reading one epoch of a cache of --samples and of one eight times as large."""
+    shape, found = LAYERS["tiny"] | {"hidden": 2048}, {}
     for factor in (1, 8):
         root = Path(tempfile.mkdtemp(prefix="bench-train-", dir=args.dir))
         try:
             make_data(root, shape, args.samples * factor, args.length, False)
             size = sum(f.stat().st_size for f in (root / "data/hidden_states").iterdir())
-            settings = settings_of(argparse.Namespace(**{**vars(args), "shape": "tiny", "gpus": "auto"}), shape)
-            settings["train"]["max_steps"] = None
-            settings["train"]["epochs"] = 1
-            child(root, "ours", json.dumps(settings | {"max_samples": args.samples * factor}), root / "ours.jsonl")
-            log = json.loads((root / "memory.json").read_text())
-            found[f"{size / 1e9:.2f} GB cache"] = log["peak_host_memory_bytes"]
+            child(root, "memory", "", root / "unused")
+            found[f"{size / 1e9:.2f} GB cache"] = json.loads((root / "memory.json").read_text())["peak_host_memory_bytes"]
         finally:
             shutil.rmtree(root, ignore_errors=True)
     for name, value in found.items():
-        print(f"{name}: peak host memory {value / 1e9:.2f} GB")
+        print(f"{name}: peak host memory {value / 1e9:.3f} GB")
     return found
 
 
@@ -286,7 +299,9 @@ def main() -> None:
         kind, payload, records = sys.argv[2:]
         if kind == "library":
             return run_library(json.loads(payload), records)
-        run_ours(payload, records)
+        if kind == "ours":
+            return run_ours(payload, records)
+        read_epoch()
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -164,7 +164,7 @@ class Train(Block):
     sliding_window: Positive | None = None
     train_lm_head: bool = True
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-3
     muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     scheduler: Literal["linear", "cosine", "none"] = "cosine"
