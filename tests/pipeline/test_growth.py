@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -203,3 +204,26 @@ def test_streaming_push_lets_a_replacement_machine_continue(project, tmp_path):
     project.commit("70")
     pushed = project.dvc("push", "extract").stdout
     assert "5 files pushed" in pushed  # 4 old shards and the list; the 3 streamed ones are found there
+
+
+def test_dvc_takes_the_md5_computed_while_writing(project):
+    """A md5 that is wrong on purpose comes back from `dvc add`: DVC has not read the file. Fails when its internals change."""
+    path = project.root / "saved.bin"
+    path.write_bytes(b"x" * 1000)
+    wrong = "0123456789abcdef0123456789abcdef"
+    code = f"from pathlib import Path; from eagle3dvc.hidden_states.dvc_repo import DvcRepo as D; assert D.open().save_md5([(Path('saved.bin'), '{wrong}')])"
+    project.run(sys.executable, "-c", code)
+    project.dvc("add", "saved.bin")
+    assert wrong in (project.root / "saved.bin.dvc").read_text()
+
+
+def test_every_shard_has_its_md5_in_dvcs_state_before_dvc_commits(project):
+    """The stage alone, without DVC around it: what DVC's commit would find."""
+    project.set(max_samples=60)
+    project.dvc("repro", "prepare")
+    project.run(sys.executable, "-m", "stages.extract")
+    code = (
+        "import json; from pathlib import Path; from eagle3dvc.hidden_states.dvc_repo import DvcRepo as D; repo = D.open();"
+        "print(json.dumps({p.name: repo.known_md5(p) for p in Path('data/hidden_states').iterdir()}))"
+    )
+    assert json.loads(project.run(sys.executable, "-c", code).stdout) == project.shards()
