@@ -227,3 +227,9 @@ def test_every_shard_has_its_md5_in_dvcs_state_before_dvc_commits(project):
         "print(json.dumps({p.name: repo.known_md5(p) for p in Path('data/hidden_states').iterdir()}))"
     )
     assert json.loads(project.run(sys.executable, "-c", code).stdout) == project.shards()
+
+
+def test_compiled_python_files_are_no_inputs(project):
+    project.run(sys.executable, "-m", "compileall", "-q", "-f", "eagle3dvc", "stages")
+    assert list((project.root / "eagle3dvc/prompts").rglob("*.pyc"))
+    assert project.dvc("status", "-q", check=False).returncode == 0
