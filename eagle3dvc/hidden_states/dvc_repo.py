@@ -34,14 +34,16 @@ class DvcRepo:
 
     @classmethod
     def open(cls) -> DvcRepo | None:
-        """None where the current folder is in no DVC repository."""
-        from dvc.exceptions import NotDvcRepoError
+        """None where the current folder is in no DVC repository; UserError where DVC refuses to open the one that is there."""
+        from dvc.exceptions import DvcException, NotDvcRepoError
         from dvc.repo import Repo
 
         try:
             return cls(Repo())
         except NotDvcRepoError:
             return None
+        except DvcException as e:  # no git around it, say, or a broken .dvc/config
+            raise UserError(f"DVC cannot open the repository here ({str(e).splitlines()[0]}): `dvc status` shows the same error") from e
 
     def object_path(self, md5: str) -> Path:
         return self.objects / md5[:2] / md5[2:]
