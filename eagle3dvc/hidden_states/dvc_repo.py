@@ -43,7 +43,9 @@ class DvcRepo:
         except NotDvcRepoError:
             return None
         except DvcException as e:  # no git around it, say, or a broken .dvc/config
-            raise UserError(f"DVC cannot open the repository here ({str(e).splitlines()[0]}): `dvc status` shows the same error") from e
+            raise UserError(
+                f"DVC cannot open the repository here ({str(e).splitlines()[0]}): `dvc status` shows the same error"
+            ) from e
 
     def object_path(self, md5: str) -> Path:
         return self.objects / md5[:2] / md5[2:]
