@@ -72,7 +72,7 @@ def main() -> None:
         hidden = 512
         shards = max(1, round(a.gigabytes * 1e9 / (PER_SHARD * 145 * 4 * hidden * 4)))
         big = make(Path(tmp) / "big" / "project", hidden, shards * PER_SHARD)
-        small = make(Path(tmp) / "small" / "project", 32, shards * PER_SHARD)
+        small = make(Path(tmp) / "small" / "project", 64, shards * PER_SHARD)
         old = big.metrics("extract")["bytes"]
         io, size, seconds = grow(big, (shards + 1) * PER_SHARD)
         base, tiny, _ = grow(small, (shards + 1) * PER_SHARD)
@@ -85,7 +85,7 @@ def main() -> None:
             f"  read {result['rchar_per_new_byte']} x and wrote {result['wchar_per_new_byte']} x the new shard's bytes (at most 1.2 each)"
         )
 
-        many = make(Path(tmp) / "many" / "project", 32, a.shards, per_shard=1)
+        many = make(Path(tmp) / "many" / "project", 64, a.shards, per_shard=1)
         started = time.perf_counter()
         text = many.dvc("repro", "extract").stdout
         result["noop_seconds"] = round(time.perf_counter() - started, 2)
