@@ -51,7 +51,7 @@ def verify(
     sample: Annotated[float | None, typer.Option(help="check the states of this fraction of each shard's samples")] = None,
     full: Annotated[bool, typer.Option("--full", help="check every byte (the default)")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="remove bad shards, so that `dvc repro` makes them again")] = False,
-    jobs: Annotated[int | None, typer.Option(help="threads")] = None,
+    jobs: Annotated[int | None, typer.Option(help="threads", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Re-read hidden-state shards and compare checksums, tokens, shapes, finiteness and identity; exit 1 on any bad shard."""
@@ -63,8 +63,8 @@ def verify(
 
     if sample is not None and (full or not 0 < sample <= 1):
         raise UserError(f"--sample {sample} must be above 0 and at most 1, and does not go with --full")
-    report = check.verify(folder, prompts, verifier, sample or 1.0, jobs)
-    removed = check.repair(report.bad) if repair else []
+    report = check.verify(folder, prompts or None, verifier or None, sample or 1.0, jobs)
+    removed = check.repair(report.damaged) if repair else []
     if as_json:
         typer.echo(json.dumps({**dataclasses.asdict(report), "removed": removed}, indent=2))
     else:
@@ -73,9 +73,11 @@ def verify(
         typer.echo(f"{report.shards} shards, {report.samples} samples, {report.bytes / 1e9:.3f} GB read, {len(report.bad)} bad")
         if removed:
             typer.echo(f"removed {len(removed)} files; run `dvc repro` to make exactly these shards again")
-        elif report.bad:
+        elif report.damaged:
             typer.echo("to repair: `eagle3dvc verify --repair` and then `dvc repro`")
-    if report.bad and not removed:
+        if len(report.bad) > len(report.damaged):
+            typer.echo("shards that are missing, surplus or of another verifier are not damaged: run `dvc repro`")
+    if report.bad and not (removed and len(report.damaged) == len(report.bad)):
         raise typer.Exit(1)
 
 

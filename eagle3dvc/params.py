@@ -301,6 +301,8 @@ def load(path: str | Path = "params.yaml") -> Params:
         data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: run this in the folder of the project, beside dvc.yaml") from None
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except (YAMLError, UnicodeDecodeError) as e:
         mark = getattr(e, "problem_mark", None)
         raise UserError(f"{path}: not valid YAML at line {mark.line + 1 if mark else '?'}: {e}".split("\n")[0]) from None

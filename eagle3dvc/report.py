@@ -17,7 +17,12 @@ def collect() -> dict[str, Any]:
 
     def read(folder: Path) -> dict[str, Any]:
         files = {s: folder / f"{s}.json" for s in STAGES}
-        return {s: json.loads(f.read_text(encoding="utf-8")) for s, f in files.items() if f.exists()}
+        try:
+            return {s: json.loads(f.read_text(encoding="utf-8")) for s, f in files.items() if f.exists()}
+        except ValueError as e:
+            raise UserError(
+                f"a file in {folder} is not valid JSON ({e}): run the stage again with `dvc repro -f -s STAGE`"
+            ) from None
 
     found = {"metrics": read(Path("metrics")), "logs": read(stage.root() / "logs")}
     if not found["metrics"]:

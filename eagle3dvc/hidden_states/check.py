@@ -20,12 +20,18 @@ from eagle3dvc.prompts.shards import read_shard, shard_files
 
 @dataclass
 class Report:
-    """What a check found. bad: file -> reason. samples and bytes: how much was read."""
+    """What a check found. bad: file -> reason. damaged: those of them whose own bytes are wrong, which a repair may remove; the
+    others are whole but missing, surplus or of another verifier. samples and bytes: how much was read."""
 
     shards: int = 0
     samples: int = 0
     bytes: int = 0
     bad: dict[str, str] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+
+
+class Foreign(UserError):
+    """A shard that is whole but does not belong to these prompts or this verifier."""
 
 
 def check_shard(path: Path, prompts: Path | None, fraction: float = 1.0, identity: str | None = None) -> tuple[int, int]:
@@ -42,12 +48,6 @@ def check_shard(path: Path, prompts: Path | None, fraction: float = 1.0, identit
         raise Damaged(
             f"{path}: its name, header and token ids do not agree on its key ({fmt.key_of_name(path.name)}, {head['key']}, {key})"
         )
-    if identity is not None and head["identity"] != identity:
-        raise Damaged(f"{path}: it was computed with verifier {head['identity']}, data/verifier is {identity}")
-    if prompts is not None:
-        samples = read_shard(prompts)
-        if len(samples) != len(tokens) or any(not np.array_equal(s.token_ids, t) for s, t in zip(samples, tokens)):
-            raise Damaged(f"{path}: its token ids are not those of {prompts}")
     chosen = range(len(shard))
     if fraction < 1.0:
         chosen = random.sample(chosen, max(1, round(fraction * len(shard))))
@@ -59,6 +59,12 @@ def check_shard(path: Path, prompts: Path | None, fraction: float = 1.0, identit
             raise Damaged(f"{path}: sample {i} has states that are not finite")
         nbytes += x.numel() * shard.stored(i).element_size()
         shard.release(i)
+    if identity is not None and head["identity"] != identity:
+        raise Foreign(f"{path}: it was computed with verifier {head['identity']}, data/verifier is {identity}")
+    if prompts is not None:
+        samples = read_shard(prompts)
+        if len(samples) != len(tokens) or any(not np.array_equal(s.token_ids, t) for s, t in zip(samples, tokens)):
+            raise Foreign(f"{path}: its token ids are not those of {prompts}")
     return len(chosen), nbytes
 
 
@@ -71,44 +77,54 @@ def verify(
 ) -> Report:
     """Check every shard of a cache in parallel. Missing and surplus shards count as bad.
 
-    Raises UserError where the folder does not exist or holds no shard.
+    prompts, verifier: what the shards are compared with; None leaves that comparison out. Raises UserError where a folder does
+    not exist or holds no shard.
     """
     folder = Path(folder)
     files = sorted(folder.glob(f"*{fmt.SUFFIX}"))
     if not files:
         raise UserError(f"{folder} holds no hidden-state shards: run `dvc repro extract` or `dvc checkout`")
+    for name, given, file in (("prompts", prompts, "manifest.json"), ("verifier", verifier, "verifier.json")):
+        if (
+            given is not None
+            and not (Path(given) / file).exists()
+            and not (name == "prompts" and any(Path(given).glob("*.parquet")))
+        ):
+            raise UserError(
+                f"{given} holds no {file}, so nothing can be compared with it: give --{name} FOLDER, or --{name} '' to do without"
+            )
     identity = None
-    if verifier is not None and (Path(verifier) / "verifier.json").exists():
+    if verifier is not None:
         from eagle3dvc.verifier import load_info
 
         identity = load_info(verifier).identity
     report, by_stem = Report(), {}
-    if prompts is not None and Path(prompts).is_dir():
+    if prompts is not None:
         by_stem = {f.stem: f for f in shard_files(prompts)}
         for stem in sorted(by_stem.keys() - {f.name.rsplit("-", 1)[0] for f in files}):
             report.bad[str(folder / f"{stem}-*{fmt.SUFFIX}")] = "the prompt shard has no hidden-state shard"
-    else:
-        prompts = None
 
-    def one(path: Path) -> tuple[Path, int, int, str | None]:
+    def one(path: Path) -> tuple[Path, int, int, str | None, bool]:
         stem = path.name.rsplit("-", 1)[0]
-        if prompts is not None and stem not in by_stem:
-            return path, 0, 0, f"no prompt shard {stem} belongs to it"
+        surplus = prompts is not None and stem not in by_stem
         try:
             samples, nbytes = check_shard(path, by_stem.get(stem), fraction, identity)
-            return path, samples, nbytes, None
-        except Damaged as e:
-            return path, 0, 0, str(e).removeprefix(f"{path}: ")
-        except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as e:
-            return path, 0, 0, f"it cannot be read ({type(e).__name__}: {e})"
+            why = f"no prompt shard {stem} belongs to it" if surplus else None
+            return path, samples, nbytes, why, False
+        except (Damaged, ValueError, KeyError, TypeError, IndexError, RuntimeError) as e:
+            return path, 0, 0, str(e).removeprefix(f"{path}: "), not path.is_dir()
+        except (UserError, OSError) as e:  # another verifier, or a prompt shard that cannot be read
+            return path, 0, 0, str(e).removeprefix(f"{path}: "), False
 
     with ThreadPoolExecutor(jobs or min(8, (os.cpu_count() or 1) * 2)) as pool:
-        for path, samples, nbytes, why in pool.map(one, files):
+        for path, samples, nbytes, why, damaged in pool.map(one, files):
             report.shards += 1
             report.samples += samples
             report.bytes += nbytes
             if why:
                 report.bad[str(path)] = why
+            if damaged:
+                report.damaged.append(str(path))
     return report
 
 
@@ -127,17 +143,26 @@ def copies(path: Path) -> Iterator[Path]:
             yield path.resolve()
 
 
-def repair(bad: dict[str, str]) -> list[str]:
-    """Remove bad shards wherever this machine keeps them, so that the next `dvc repro` fetches or computes exactly those.
+def repair(damaged: list[str]) -> list[str]:
+    """Remove damaged shards wherever this machine keeps them, so that the next `dvc repro` fetches or computes exactly those.
 
-    A shard that DVC's cache still held would be checked out again as it is, damage included; so its object goes too.
+    A damaged object in DVC's cache would be checked out again as it is, so it goes too; a copy that is whole stays and is linked
+    in again.
     """
     removed = []
-    for name in bad:
-        if "*" in name:
-            continue
+    for name in damaged:
         for p in list(copies(Path(name))):
-            if p.exists() or p.is_symlink():
+            if (p.exists() or p.is_symlink()) and (p == Path(name) or not _whole(p)):
                 p.unlink()
                 removed.append(str(p))
     return removed
+
+
+def _whole(path: Path) -> bool:
+    try:
+        shard = Shard(path)
+        for i in range(len(shard)):
+            shard.check(i)
+        return True
+    except Damaged:
+        return False

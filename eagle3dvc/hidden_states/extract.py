@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections import Counter
@@ -167,8 +168,8 @@ def build(
     target.mkdir(parents=True, exist_ok=True)
     names = {p.name for p in planned}
     for stale in target.iterdir():  # left by a run outside DVC, which empties the folder itself
-        if stale.name not in names or stale.is_symlink() and not stale.exists():
-            stale.unlink()
+        if stale.name not in names or not stale.is_file():
+            shutil.rmtree(stale) if stale.is_dir() and not stale.is_symlink() else stale.unlink()
 
     store.fetch(p.key for p in planned)
     origins: Counter[str] = Counter()
@@ -197,7 +198,8 @@ def build(
     size = 0
     for p in planned:
         dst = target / p.name
-        if not dst.exists():
+        if not (dst.exists() and dst.samefile(found[p.key])):  # what lies there may be damaged; what was found was opened
+            dst.unlink(missing_ok=True)
             store.place(found[p.key], dst)
         size += dst.stat().st_size
     if store.dvc:

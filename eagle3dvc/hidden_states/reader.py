@@ -49,6 +49,8 @@ class Shard:
             raise
         except FileNotFoundError:
             raise Damaged(f"{self.path} does not exist (a dangling link?): {REPAIR}") from None
+        except OSError as e:
+            raise self._damaged(f"it cannot be read ({e.strerror})") from None
         except (ValueError, KeyError, TypeError, UnicodeDecodeError, struct.error, OverflowError) as e:
             raise self._damaged(f"its header or index is damaged ({type(e).__name__})") from None
 

@@ -136,9 +136,11 @@ class Store:
         return self.dvc is not None and self.dvc.objects in path.parents
 
     def md5_of(self, path: Path) -> str | None:
-        """The md5 of a found shard without reading it, None where it is not known."""
-        if self._is_cached(path):
-            return path.parent.name + path.name
+        """The md5 of a found shard without reading it, None where it is not known.
+
+        Taken from DVC's state, which holds it only while inode, size and mtime are those of the file that was hashed: the name
+        of a cache object alone would vouch for an object that was damaged since.
+        """
         return self.dvc.known_md5(path) if self.dvc else None
 
     def remember(self, shard: FinishedShard) -> None:

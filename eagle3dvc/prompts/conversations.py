@@ -125,7 +125,7 @@ def _list(value: Any, key: str) -> list[Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Rejected("wrong_type", f"{key} must be a list, found text that is not JSON") from None
     if not isinstance(value, list):
         raise Rejected("wrong_type", f"{key} must be a list, found {type(value).__name__}")
@@ -209,7 +209,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
                 raise TypeError
             normal.append({"type": "function", **({"id": call["id"]} if call.get("id") else {}), "function": function})
         return normal
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise Rejected("bad_tool_call", f"{where}: a tool call must have a name and arguments that are a JSON object") from None
 
 

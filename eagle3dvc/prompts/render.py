@@ -180,7 +180,7 @@ class Renderer:
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as e:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
             raise Rejected("template_error", f"the chat template refuses it: {' '.join(str(e).split())[:200]}") from None
         return text, spans[0] if spans else []
 

@@ -202,7 +202,10 @@ def _not_utf8(path: Path, line: int, e: UnicodeDecodeError) -> UserError:
 
 
 def _broken(path: Path, line: int, e: Exception) -> UserError:
-    what = f"{e.msg}, column {e.colno}" if isinstance(e, json.JSONDecodeError) else "nested too deeply"
+    if isinstance(e, json.JSONDecodeError):
+        what = f"{e.msg}, column {e.colno}"
+    else:
+        what = "nested too deeply" if isinstance(e, RecursionError) else "a number of too many digits"
     return UserError(f"{path} line {line}: broken JSON ({what}): repair or remove that line")
 
 
@@ -217,7 +220,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
                 data = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as e:
                 raise _not_utf8(path, n, e) from None
-            except (json.JSONDecodeError, RecursionError) as e:
+            except (ValueError, RecursionError) as e:
                 raise _broken(path, n, e) from None
             yield n, "line", data
 
@@ -274,6 +277,8 @@ def _json_values(path: Path) -> Iterator[tuple[int, str, Any]]:
                     raise broken(e.msg, e.pos) from None
                 refill()
                 continue
+            except ValueError:
+                raise broken("a number of too many digits", pos) from None
             number, after_value = number + 1, True
             yield number, "row", data
     if array is True:

@@ -125,6 +125,10 @@ def test_more_shards_than_file_descriptors(tmp_path):
 def test_verify_reports_every_kind_of_damage(tmp_path):
     make_cache(tmp_path, shards=6)
     files = sorted((tmp_path / "hidden_states").iterdir())
+    with pytest.raises(UserError, match="--prompts FOLDER"):
+        check.verify(tmp_path / "hidden_states", tmp_path / "promptz", None)
+    with pytest.raises(UserError, match="--verifier FOLDER"):
+        check.verify(tmp_path / "hidden_states", tmp_path / "prompts", tmp_path / "nothing")
     report = check.verify(tmp_path / "hidden_states", tmp_path / "prompts", None)
     assert (report.shards, report.samples, report.bad) == (6, 24, {})
     assert check.verify(tmp_path / "hidden_states", tmp_path / "prompts", None, fraction=0.25).samples == 6
@@ -134,7 +138,11 @@ def test_verify_reports_every_kind_of_damage(tmp_path):
     files[3].unlink()
     flip(files[4], 20)
     os.rename(tmp_path / "prompts/00005.parquet", tmp_path / "prompts/00009.parquet")
-    bad = check.verify(tmp_path / "hidden_states", tmp_path / "prompts", None).bad
+    files[5].with_name("00006-" + "1" * 24 + ".safetensors").mkdir()
+    report = check.verify(tmp_path / "hidden_states", tmp_path / "prompts", None)
+    bad = report.bad
+    # only what is itself damaged may be removed by a repair: not what is missing, surplus or no file
+    assert {os.path.basename(k)[:5] for k in report.damaged} == {"00000", "00001", "00002", "00004"}
     reasons = {os.path.basename(k)[:5]: v for k, v in bad.items()}
     assert "does not match its checksum" in reasons["00000"]
     assert "bytes where its header says" in reasons["00001"]
@@ -142,7 +150,8 @@ def test_verify_reports_every_kind_of_damage(tmp_path):
     assert "has no hidden-state shard" in reasons["00003"] and "has no hidden-state shard" in reasons["00009"]
     assert "header or index" in reasons["00004"]
     assert "no prompt shard 00005" in reasons["00005"]
-    assert len(bad) == 7
+    assert "cannot be read" in reasons["00006"]
+    assert len(bad) == 8
 
 
 def test_inspect(tmp_path, capsys):
@@ -161,3 +170,12 @@ def test_inspect(tmp_path, capsys):
         inspect.inspect(tmp_path / "x.txt")
     with pytest.raises(UserError, match="does not exist"):
         inspect.inspect(tmp_path / "nothing")
+
+
+def test_rows_that_json_cannot_hold_are_named(tmp_path):
+    from eagle3dvc.prompts.sources import _json_lines
+
+    for text, why in (('{"a": ' + "1" * 5000 + "}", "too many digits"), ("[" * 100_000, "nested too deeply")):
+        (tmp_path / "x.jsonl").write_text('{"a": 1}\n' + text + "\n")
+        with pytest.raises(UserError, match=f"line 2: broken JSON .*{why}"):
+            list(_json_lines(tmp_path / "x.jsonl"))

@@ -233,3 +233,31 @@ def test_compiled_python_files_are_no_inputs(project):
     project.run(sys.executable, "-m", "compileall", "-q", "-f", "eagle3dvc", "stages")
     assert list((project.root / "eagle3dvc/prompts").rglob("*.pyc"))
     assert project.dvc("status", "-q", check=False).returncode == 0
+
+
+def test_repair_leaves_whole_shards_alone(project):
+    """Fewer prompts than shards is no damage; nor is a damaged copy beside a cache object that is whole."""
+    before = project.shards()
+    project.set(max_samples=20)
+    project.dvc("repro", "prepare")
+    r = project.run("eagle3dvc", "verify", "--repair", check=False)
+    assert r.returncode == 1 and "removed" not in r.stdout and project.shards() == before
+    project.set(max_samples=40)
+    project.dvc("repro", "prepare")
+    path = project.root / "data/hidden_states" / sorted(before)[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    assert project.run("eagle3dvc", "verify", "--repair").returncode == 0
+    assert extract(project)[1] == 0 and project.shards() == before
+
+
+def test_a_damaged_file_in_the_output_is_replaced_by_a_run_outside_dvc(project):
+    before = project.shards()
+    path = project.root / "data/hidden_states" / sorted(before)[1]
+    path.unlink()
+    path.write_bytes(b"")
+    (project.root / "data/hidden_states/folder").mkdir()
+    project.run(sys.executable, "-m", "stages.extract")
+    assert project.shards() == before
