@@ -467,8 +467,8 @@ class Responder:
         ids = layer_ids(self.info, self.params)
         planned = extract.plan(self.params, self.info, ids, prompts)
         store = Store(allow_recompute=self.params.extract.allow_recompute)
-        store.fetch(p.key for p in planned)
-        missing = {p.key: p for p in planned if store.find(p.key) is None}
+        found = store.find_all(p.key for p in planned)
+        missing = {p.key: p for p in planned if p.key not in found}
         uploads = extract.Uploads(store, self.params.extract.push_while_extracting)
         try:
             for done in extract.compute(

@@ -171,18 +171,10 @@ def build(
         if stale.name not in names or not stale.is_file():
             shutil.rmtree(stale) if stale.is_dir() and not stale.is_symlink() else stale.unlink()
 
-    store.fetch(p.key for p in planned)
-    origins: Counter[str] = Counter()
-    missing: dict[str, Planned] = {}
-    found: dict[str, Path] = {}
-    for p in planned:
-        if p.key in missing or p.key in found:
-            continue
-        if hit := store.find(p.key):
-            origin, found[p.key] = hit
-            origins[origin] += 1
-        else:
-            missing[p.key] = p
+    hits = store.find_all(p.key for p in planned)
+    found = {key: path for key, (_, path) in hits.items()}
+    origins = Counter(origin for origin, _ in hits.values())
+    missing = {p.key: p for p in planned if p.key not in found}
     print(f"extract: {len(found)} shards found {dict(origins)}, {len(missing)} to compute", flush=True)
 
     md5s = {key: store.md5_of(path) for key, path in found.items()}

@@ -34,7 +34,6 @@ FORMAT = 1
 KEY_LENGTH = 24
 SUFFIX = ".safetensors"
 META = "eagle3dvc"
-LAYER_CONVENTION = "id k = residual stream after k decoder layers; the last id is the input of the final norm (vLLM)"
 DTYPES = {
     "bfloat16": ("BF16", torch.bfloat16),
     "float16": ("F16", torch.float16),

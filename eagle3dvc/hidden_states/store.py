@@ -86,13 +86,25 @@ class Store:
             path.unlink(missing_ok=True)
         return None
 
-    def fetch(self, keys: Iterable[str]) -> int:
-        """Bring shards with these keys from the remote into the cache; returns how many came.
+    def find_all(self, keys: Iterable[str]) -> dict[str, tuple[str, Path]]:
+        """key -> what `find` gives, of every shard that exists anywhere reachable; the remote is asked only for what is not here.
+
+        Raises UserError as `fetch` does.
+        """
+        keys = list(dict.fromkeys(keys))
+        found = {k: hit for k in keys if (hit := self.find(k))}
+        missing = [k for k in keys if k not in found]
+        if missing:
+            self.fetch(missing)  # even where nothing moves, lists that came may name objects that are here
+            found |= {k: hit for k in missing if (hit := self.find(k))}
+        return found
+
+    def fetch(self, missing: list[str]) -> int:
+        """Bring shards that are not here from the remote into the cache; returns how many came.
 
         Raises UserError where dvc.lock names shards that may be the missing ones and the remote cannot be asked.
         """
-        missing = [k for k in keys if self.find(k) is None]
-        if not missing or not self.dvc:
+        if not self.dvc:
             return 0
         locked = dvc_repo.locked_dirs(self.out)
         unread = [m for m in locked if not self.dvc.object_path(m).exists()]
