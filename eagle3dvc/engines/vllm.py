@@ -29,6 +29,7 @@ import torch
 
 from eagle3dvc import engines, stage
 from eagle3dvc.engines import vllm_compat
+from eagle3dvc.engines.interleave import Interleave
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.format import FinishedShard, ShardRequest
 from eagle3dvc.params import Params
@@ -131,6 +132,20 @@ def engine_args(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) ->
             raise UserError(f"extract.engine_args.{name} is not an engine argument of vLLM {VERSION}; {hint}")
         args[name] = value
     return args
+
+
+@dataclasses.dataclass
+class _Held:
+    """What the engine has not finished."""
+
+    prompts: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.prompts, self.tokens = self.prompts + 1, self.tokens + tokens
+
+    def remove(self, tokens: int) -> None:
+        self.prompts, self.tokens = self.prompts - 1, self.tokens - tokens
 
 
 class VllmEngine:
@@ -280,31 +295,41 @@ class VllmEngine:
         self, requests: Iterable[ShardRequest], prompt_logprobs: int | None = None, outputs: list[Any] | None = None
     ) -> Iterator[FinishedShard]:
         source = iter(requests)
+        feed = Interleave(max(1, self.in_flight - 2))
         opened: dict[str, ShardRequest] = {}
         waiting: dict[str, set[int]] = {}  # shard -> rows the engine has not finished
+        held = _Held()
         polled = time.monotonic()
         more = True
         self._rpc("shards_poison")
         while True:
             try:
-                while more and self._room(opened):
-                    request = next(source, None)
-                    if request is None:
-                        more = False
+                while held.tokens < 4 * self.args["max_num_batched_tokens"] and held.prompts < 4 * self.args["max_num_seqs"]:
+                    if more and feed.due and self._room(opened):
+                        if (request := next(source, None)) is None:
+                            more = False
+                        else:
+                            opened[request.key], waiting[request.key] = request, set(range(len(request.token_ids)))
+                            self._open(request)
+                            feed.open(request)
+                    if (prompt := feed.next()) is None:
                         break
-                    opened[request.key] = request
-                    waiting[request.key] = self._submit(request, prompt_logprobs)
+                    self._submit(*prompt, prompt_logprobs)
+                    held.add(len(prompt[0].token_ids[prompt[1]]))
                 if not opened:
                     return
                 busy = self._engine.has_unfinished_requests()
                 for out in self._step() if busy else []:
-                    self._check(out, opened, waiting)
+                    held.remove(self._check(out, opened, waiting))
                     if outputs is not None:
                         outputs.append(out)
             except OutOfMemory as e:
                 self._smaller("while extracting", e)
+                feed, held = Interleave(feed.ways), _Held()
                 for request in opened.values():
-                    waiting[request.key] = self._submit(request, prompt_logprobs)
+                    waiting[request.key] = set(range(len(request.token_ids)))
+                    self._open(request)
+                    feed.open(request)
                 continue
             whole = any(not rows for rows in waiting.values())
             if not busy or (whole and time.monotonic() - polled > 0.05) or time.monotonic() - polled > 2:
@@ -327,12 +352,8 @@ class VllmEngine:
         tokens = sum(r.tokens for r in opened.values())
         return len(opened) < self.in_flight or tokens < 8 * self.args["max_num_batched_tokens"]
 
-    def _submit(self, request: ShardRequest, prompt_logprobs: int | None = None) -> set[int]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        from eagle3dvc.engines.vllm_connector import ROW, SHARD
-
+    def _open(self, request: ShardRequest) -> None:
+        """Have the worker hold a buffer for the shard."""
         longest = self.args["max_model_len"] - 1
         for row, ids in enumerate(request.token_ids):
             if not 1 <= len(ids) <= longest:
@@ -341,20 +362,25 @@ class VllmEngine:
                     "run `dvc repro prepare` with the present prepare.max_length"
                 )
         self._rpc("shards_open", request)
-        for row, ids in enumerate(request.token_ids):
-            sampling = SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                detokenize=False,
-                prompt_logprobs=prompt_logprobs,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"kv_transfer_params": {SHARD: request.key, ROW: row}},
-            )
-            vllm_compat.add_request(self._engine, f"{request.key}/{row}", ids.tolist(), sampling)
-        return set(range(len(request.token_ids)))
 
-    def _check(self, out: Any, opened: dict[str, ShardRequest], waiting: dict[str, set[int]]) -> None:
-        """What came back is a sample that was asked for, once, with the very tokens."""
+    def _submit(self, request: ShardRequest, row: int, prompt_logprobs: int | None) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from eagle3dvc.engines.vllm_connector import ROW, SHARD
+
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            prompt_logprobs=prompt_logprobs,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": {SHARD: request.key, ROW: row}},
+        )
+        vllm_compat.add_request(self._engine, f"{request.key}/{row}", request.token_ids[row].tolist(), sampling)
+
+    def _check(self, out: Any, opened: dict[str, ShardRequest], waiting: dict[str, set[int]]) -> int:
+        """What came back is a sample that was asked for, once, with the very tokens; returns their number."""
         key, _, row = out.request_id.rpartition("/")
         if key not in waiting or int(row) not in waiting[key]:
             raise UserError(f"vLLM {VERSION} gave back sample {out.request_id}, which was not asked for or came twice")
@@ -367,6 +393,7 @@ class VllmEngine:
         waiting[key].discard(int(row))
         if self.on_tokens is not None:
             self.on_tokens(len(asked))
+        return len(asked)
 
     # -- proof -------------------------------------------------------------------------------------------------------
 

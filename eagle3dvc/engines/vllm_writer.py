@@ -1,4 +1,4 @@
-"""Shards in flight on the rank that writes: samples come in any order, threads write each shard when it is whole.
+"""Shards in flight on the rank that writes: samples come in any order, threads hash and write them while others come.
 
 Nothing here knows vLLM. On CUDA the buffers are pinned and used again and again (pinning runs at 2 GB/s, copying at 50), copies
 run on a side stream, and finiteness is checked on the device, where it costs nothing.
@@ -22,12 +22,17 @@ NOT_FINITE = (
 )
 
 
+#: bytes of states worth a thread's turn: long against the turn's own cost, short against a shard
+STREAM_BYTES = 32 << 20
+
+
 @dataclass
 class _Open:
     buffer: ShardBuffer
     storage: torch.Tensor
     finite: torch.Tensor | None  # uint8 [samples] pinned, 1 where finite; CUDA only
-    event: Any = None
+    copied: dict[int, Any] = field(default_factory=dict)  # sample -> event after its copy; CUDA only
+    busy: bool = False  # a thread is at it
 
 
 @dataclass
@@ -94,9 +99,14 @@ class ShardWriter:
             buffer.put(row, states)
         else:
             self._put_async(shard, row, states)
-        if not buffer.missing:
+        whole = not buffer.missing
+        if whole:
             del self._open[key]
-            self._threads.submit(self._finish, shard)
+        with self._lock:
+            if shard.busy or not (whole or buffer.pending >= STREAM_BYTES):
+                return
+            shard.busy = True
+        self._threads.submit(self._stream, shard)
 
     def _put_async(self, shard: _Open, row: int, states: torch.Tensor) -> None:
         buffer = shard.buffer
@@ -117,26 +127,41 @@ class ShardWriter:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
                 source.record_stream(self.stream)
-            shard.event = torch.cuda.Event()
-            shard.event.record(self.stream)
+            shard.copied[row] = torch.cuda.Event()
+            shard.copied[row].record(self.stream)
         buffer.filled(row)
 
-    def _finish(self, shard: _Open) -> None:
+    def _stream(self, shard: _Open) -> None:
+        """Write what has come of a shard; the last call makes its file durable. At most one thread is at a shard."""
+        buffer, on_cpu = shard.buffer, self.stream is None
         try:
-            if shard.event is not None:
-                shard.event.synchronize()  # the last copy on this stream: all earlier ones are done too
-                bad = (shard.finite == 0).nonzero().flatten().tolist()
-                if bad:
-                    raise UserError(NOT_FINITE.format(row=bad[0], key=shard.buffer.request.key))
-            done = shard.buffer.finish(check_finite=shard.event is None)
-            with self._lock:
-                self._finished.append(done)
+            while True:
+                ready = buffer.ready
+                if not on_cpu:
+                    self._wait(shard, ready)
+                if ready == buffer.samples:
+                    done = buffer.finish(check_finite=on_cpu)
+                    with self._lock:
+                        self._finished.append(done)
+                        self._free.append(shard.storage)
+                    return
+                buffer.stream(ready, check_finite=on_cpu)
+                with self._lock:
+                    if buffer.ready < buffer.samples and buffer.pending < STREAM_BYTES:
+                        shard.busy = False
+                        return
         except BaseException as e:
+            buffer.abort()
             with self._lock:
                 self._error = self._error or e
-        finally:
-            with self._lock:
-                self._free.append(shard.storage)
+
+    @staticmethod
+    def _wait(shard: _Open, ready: int) -> None:
+        """Wait for the copies of the samples before `ready`; raises UserError where one is not finite."""
+        for row in range(shard.buffer.written, ready):
+            shard.copied.pop(row).synchronize()
+            if not shard.finite[row]:
+                raise UserError(NOT_FINITE.format(row=row, key=shard.buffer.request.key))
 
     def poll(self) -> Report:
         """Shards finished since the last call, and the first error of a writer thread."""
@@ -152,16 +177,10 @@ class ShardWriter:
             report.error = ("other", f"{type(error).__name__}: {error}", 0)
         return report
 
-    def discard(self) -> None:
-        """Forget shards that are not whole (the engine starts again); those being written are finished first."""
-        if self.stream is not None:
-            self.stream.synchronize()
-        with self._lock:
-            self._free.extend(s.storage for s in self._open.values())
-        self._open.clear()
-
     def close(self) -> None:
         """Wait for the writes that were begun; shards that are not whole leave no file."""
         self._threads.shutdown(wait=True)
+        for shard in self._open.values():
+            shard.buffer.abort()
         self._open.clear()
         self._free.clear()

@@ -1,16 +1,20 @@
 """The hidden-state shard: one safetensors file holding the states of many samples. Writer and the pieces a reader shares.
 
-Layout (docs/formats.md, format 1). Tensors in file order, all little-endian:
+Layout (docs/formats.md, format 2). Tensors in file order, all little-endian:
 
     offsets        int64   [samples + 1]          first row of each sample; offsets[-1] = tokens
-    checksums      uint64  [samples]              xxh3_64 of a sample's state bytes, scale bytes and token bytes
-    scales         float32 [tokens, layers]       float8 only: state = stored * scale
     token_ids      int32   [tokens]
     hidden_states  stored  [tokens, layers, hidden]
+    padding        uint8   [0 to 7]               zeros, so that the next tensor starts on 8 bytes
+    checksums      uint64  [samples]              xxh3_64 of a sample's state bytes, scale bytes and token bytes
+    seal           uint64  [1]                    xxh3_64 of header, offsets, padding and checksums
+    scales         float32 [tokens, layers]       float8 only: state = stored * scale
+
+Everything before the states is known before the first one is computed, and all that is computed from them stands behind them, so
+the file is written and its md5 taken while the states arrive. Every bit of it is under some checksum.
 
 The header has ONE metadata key, `eagle3dvc`, a sorted JSON string: with several keys safetensors writes them in an order that
-differs between processes, so the same shard would get another md5. Its `seal` is the xxh3_64 of everything before the scales
-(header with the seal's digits as zeros, offsets, checksums), so that every bit of the file is under some checksum.
+differs between processes, so the same shard would get another md5.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import xxhash
 
 from eagle3dvc.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 KEY_LENGTH = 24
 SUFFIX = ".safetensors"
 META = "eagle3dvc"
@@ -41,7 +45,6 @@ DTYPES = {
     "float8_e4m3fn": ("F8_E4M3", torch.float8_e4m3fn),
 }
 FP8_MAX = 448.0
-_SEAL_ZEROS = "0" * 16
 _CHUNK = 8 << 20
 
 
@@ -117,10 +120,12 @@ class Layout:
 
     header: bytes
     offsets_at: int
-    checksums_at: int
-    scales_at: int
     tokens_at: int
     states_at: int
+    padding_at: int
+    checksums_at: int
+    seal_at: int
+    scales_at: int
     size: int
     row_offsets: np.ndarray = field(repr=False)
 
@@ -128,15 +133,19 @@ class Layout:
     def of(cls, lengths: Sequence[int], layers: int, hidden: int, stored_dtype: str, header: dict[str, Any]) -> Layout:
         code, dtype = DTYPES[stored_dtype]
         n, rows = len(lengths), int(sum(lengths))
-        fp8 = stored_dtype == "float8_e4m3fn"
+        states = dtype.itemsize * rows * layers * hidden
+        padding = -(4 * rows + states) % 8
         sizes = [
             ("offsets", "I64", [n + 1], 8 * (n + 1)),
-            ("checksums", "U64", [n], 8 * n),
-            *([("scales", "F32", [rows, layers], 4 * rows * layers)] if fp8 else []),
             ("token_ids", "I32", [rows], 4 * rows),
-            ("hidden_states", code, [rows, layers, hidden], dtype.itemsize * rows * layers * hidden),
+            ("hidden_states", code, [rows, layers, hidden], states),
+            ("padding", "U8", [padding], padding),
+            ("checksums", "U64", [n], 8 * n),
+            ("seal", "U64", [1], 8),
         ]
-        meta = json.dumps({**header, "format": FORMAT, "seal": _SEAL_ZEROS}, sort_keys=True, separators=(",", ":"))
+        if stored_dtype == "float8_e4m3fn":
+            sizes.append(("scales", "F32", [rows, layers], 4 * rows * layers))
+        meta = json.dumps({**header, "format": FORMAT}, sort_keys=True, separators=(",", ":"))
         entries: dict[str, Any] = {"__metadata__": {META: meta}}
         at, starts = 0, {}
         for name, kind, shape, nbytes in sizes:
@@ -149,28 +158,22 @@ class Layout:
         return cls(
             header=struct.pack("<Q", len(text)) + text,
             offsets_at=base,
-            checksums_at=base + starts["checksums"],
-            scales_at=base + starts.get("scales", starts["token_ids"]),
             tokens_at=base + starts["token_ids"],
             states_at=base + starts["hidden_states"],
+            padding_at=base + starts["padding"],
+            checksums_at=base + starts["checksums"],
+            seal_at=base + starts["seal"],
+            scales_at=base + starts["seal"] + 8,
             size=base + at,
             row_offsets=np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype("<i8"),
         )
 
 
-def seal_of(header: bytes, index: bytes | memoryview) -> str:
-    """The seal (16 hex) over a header whose seal digits are zeros and the index (offsets and checksums) after it."""
-    h = xxhash.xxh3_64(header)
-    h.update(index)
-    return h.hexdigest()
-
-
-def put_seal(header: bytes, old: str, new: str) -> bytes:
-    """The header with the digits of its seal replaced (same length)."""
-    was, now = (f'\\"seal\\":\\"{s}\\"'.encode() for s in (old, new))
-    if header.count(was) != 1:
-        raise ValueError("header has no single seal")
-    return header.replace(was, now)
+def seal_of(header_and_offsets: bytes | memoryview, padding_and_checksums: bytes | memoryview) -> int:
+    """xxh3_64 over what no sample's checksum covers: header and offsets, then padding and checksums."""
+    h = xxhash.xxh3_64(header_and_offsets)
+    h.update(padding_and_checksums)
+    return h.intdigest()
 
 
 def sample_checksum(states: memoryview, scales: memoryview | None, tokens: memoryview) -> int:
@@ -196,11 +199,43 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+class DurableFile:
+    """A file that appears under its name only when it is whole and on the disk; the md5 is taken on the way.
+
+    Written through `<name>.<pid>.tmp` beside it; `abort` removes that.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._tmp = path, path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._md5 = hashlib.md5(usedforsecurity=False)
+        self._file = open(self._tmp, "wb", buffering=0)  # noqa: SIM115 - closed by commit and abort
+
+    def write(self, data: memoryview) -> None:
+        for start in range(0, len(data), _CHUNK):
+            chunk = data[start : start + _CHUNK]
+            self._md5.update(chunk)
+            while chunk:
+                chunk = chunk[self._file.write(chunk) :]
+
+    def commit(self) -> str:
+        """fsync, rename, fsync of the folder; returns the md5 of all that was written."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._tmp, self.path)
+        fsync_dir(self.path.parent)
+        return self._md5.hexdigest()
+
+    def abort(self) -> None:
+        self._file.close()
+        self._tmp.unlink(missing_ok=True)
+
+
 class ShardBuffer:
     """The bytes of one shard in memory, laid out as the file will be; samples may be filled in any order.
 
     storage: a preallocated uint8 tensor of at least `nbytes(request)` (pinned memory that is used again and again), else one
-    is allocated. `finish()` seals, writes, fsyncs and renames; until then no file with a final name exists.
+    is allocated. `stream()` writes what has come so far, `finish()` the rest; until then no file with a final name exists.
+    One thread fills, one thread (it may be another) streams and finishes.
     """
 
     def __init__(self, request: ShardRequest, storage: torch.Tensor | None = None):
@@ -216,13 +251,21 @@ class ShardBuffer:
             raise ValueError(f"shard needs {size} bytes, the buffer has {storage.numel()}")
         self.bytes = storage[:size]
         view, at, rows = self._view, self.layout, int(self.layout.row_offsets[-1])
-        self.states = view(at.states_at, size, self._dtype).view(rows, self.layers, request.hidden_size)
+        self.states = view(at.states_at, at.padding_at, self._dtype).view(rows, self.layers, request.hidden_size)
         self.scales = None
         if self.stored == "float8_e4m3fn":
-            self.scales = view(at.scales_at, at.tokens_at, torch.float32).view(rows, self.layers)
+            self.scales = view(at.scales_at, size, torch.float32).view(rows, self.layers)
         tokens = view(at.tokens_at, at.states_at, torch.int32).numpy()
         np.concatenate([np.asarray(t, dtype="<i4") for t in request.token_ids], out=tokens)
-        self.missing = set(range(len(request.token_ids)))
+        raw = self.bytes.numpy()
+        raw[: at.offsets_at] = np.frombuffer(at.header, dtype=np.uint8)
+        raw[at.offsets_at : at.tokens_at].view("<i8")[:] = at.row_offsets
+        raw[at.padding_at : at.checksums_at] = 0
+        self.samples = len(request.token_ids)
+        self.missing = set(range(self.samples))
+        self.ready = 0  # samples 0 .. ready - 1 are filled
+        self.written = 0  # samples 0 .. written - 1 are in the file
+        self._file: DurableFile | None = None
 
     @staticmethod
     def _layout(request: ShardRequest) -> Layout:
@@ -252,6 +295,8 @@ class ShardBuffer:
         if i not in self.missing:
             raise RuntimeError(f"sample {i} of shard {self.request.key} came twice")
         self.missing.discard(i)
+        while self.ready < self.samples and self.ready not in self.missing:
+            self.ready += 1
 
     def put(self, i: int, x: torch.Tensor) -> None:
         """Store x [T_i, layers, hidden] as sample i, converted to the stored dtype (and its scales)."""
@@ -262,20 +307,27 @@ class ShardBuffer:
         self.rows(i).copy_(x)
         self.filled(i)
 
-    def finish(self, check_finite: bool = True) -> FinishedShard:
-        """Checksum, seal, write with the md5 computed on the way, fsync, rename, fsync the folder.
+    @property
+    def pending(self) -> int:
+        """Bytes of states that `stream` could write now."""
+        rows = self.layout.row_offsets
+        return int(rows[self.ready] - rows[self.written]) * self.layers * self.request.hidden_size * self._dtype.itemsize
 
-        Raises UserError where a state is not finite, RuntimeError where a sample was never filled.
+    def stream(self, last: int, check_finite: bool = True) -> None:
+        """Checksum and write samples `written` .. `last - 1`; last is at most `ready`.
+
+        Raises UserError where a state is not finite, OSError of the disk; call `abort` then.
         """
         r, at = self.request, self.layout
-        if self.missing:
-            raise RuntimeError(f"shard {r.key}: samples {sorted(self.missing)[:5]} were never extracted")
         raw = self.bytes.numpy()
         whole = memoryview(raw)
+        if self._file is None:
+            self._file = DurableFile(r.path)
+            self._file.write(whole[: at.states_at])
         row = self.layers * r.hidden_size * self._dtype.itemsize
-        sums = raw[at.checksums_at : at.scales_at].view("<u8")
-        raw[at.offsets_at : at.checksums_at].view("<i8")[:] = at.row_offsets
-        for i in range(len(r.token_ids)):
+        sums = raw[at.checksums_at : at.seal_at].view("<u8")
+        first = self.written
+        for i in range(first, last):
             a, b = self.span(i)
             if check_finite:
                 x = self.scales[a:b] if self.scales is not None else self.states[a:b]
@@ -289,28 +341,32 @@ class ShardBuffer:
             scales = whole[at.scales_at + 4 * a * self.layers : at.scales_at + 4 * b * self.layers]
             tokens = whole[at.tokens_at + 4 * a : at.tokens_at + 4 * b]
             sums[i] = sample_checksum(states, scales if self.scales is not None else None, tokens)
-        seal = seal_of(at.header, whole[at.offsets_at : at.scales_at])
-        header = put_seal(at.header, _SEAL_ZEROS, seal)
-        raw[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-        md5 = write_durably(r.path, whole)
-        return FinishedShard(r.key, r.path, md5, at.size, int(at.row_offsets[-1]), len(r.token_ids))
+        start, stop = (at.states_at + int(at.row_offsets[i]) * row for i in (first, last))
+        self._file.write(whole[start:stop])
+        self.written = last
 
+    def finish(self, check_finite: bool = True) -> FinishedShard:
+        """Write what is left, checksums, seal and scales; fsync and rename. Nothing stays where it fails.
 
-def write_durably(path: Path, data: memoryview) -> str:
-    """Write data to path through a temporary file, fsync, rename and fsync of the folder; returns the md5 of the bytes."""
-    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    md5 = hashlib.md5(usedforsecurity=False)
-    try:
-        with open(tmp, "wb", buffering=0) as f:
-            for start in range(0, len(data), _CHUNK):
-                chunk = data[start : start + _CHUNK]
-                md5.update(chunk)
-                while chunk:
-                    chunk = chunk[f.write(chunk) :]
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
-    fsync_dir(path.parent)
-    return md5.hexdigest()
+        Raises as `stream`, and RuntimeError where a sample was never filled.
+        """
+        r, at = self.request, self.layout
+        if self.missing:
+            self.abort()
+            raise RuntimeError(f"shard {r.key}: samples {sorted(self.missing)[:5]} were never extracted")
+        try:
+            self.stream(self.ready, check_finite)
+            raw = self.bytes.numpy()
+            whole = memoryview(raw)
+            raw[at.seal_at : at.seal_at + 8].view("<u8")[0] = seal_of(whole[: at.tokens_at], whole[at.padding_at : at.seal_at])
+            self._file.write(whole[at.padding_at :])
+            md5 = self._file.commit()
+        except BaseException:
+            self.abort()
+            raise
+        return FinishedShard(r.key, r.path, md5, at.size, int(at.row_offsets[-1]), self.samples)
+
+    def abort(self) -> None:
+        """Remove what was written of an unfinished file."""
+        if self._file is not None:
+            self._file.abort()

@@ -51,7 +51,7 @@ class Shard:
             raise Damaged(f"{self.path} does not exist (a dangling link?): {REPAIR}") from None
         except OSError as e:
             raise self._damaged(f"it cannot be read ({e.strerror})") from None
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError, struct.error, OverflowError) as e:
+        except (ValueError, KeyError, IndexError, TypeError, UnicodeDecodeError, struct.error, OverflowError) as e:
             raise self._damaged(f"its header or index is damaged ({type(e).__name__})") from None
 
     def _damaged(self, what: str) -> Damaged:
@@ -78,9 +78,9 @@ class Shard:
         self._map = torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=size)
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._map)
         raw = self._bytes.numpy()
-        index_end = ends["checksums"]
-        zeroed = fmt.put_seal(prefix + text, self.header["seal"], "0" * 16)
-        if fmt.seal_of(zeroed, memoryview(raw)[8 + length : index_end]) != self.header["seal"]:
+        whole = memoryview(raw)
+        seal = fmt.seal_of(whole[: ends["offsets"]], whole[starts["padding"] : ends["checksums"]])
+        if seal != int(raw[starts["seal"] : ends["seal"]].view("<u8")[0]):
             raise self._damaged("its header or index does not match its seal")
         dtype = fmt.DTYPES[self.header["stored_dtype"]][1]
         self.row_offsets = raw[starts["offsets"] : ends["offsets"]].view("<i8")

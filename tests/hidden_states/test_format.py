@@ -86,6 +86,31 @@ def test_same_inputs_same_bytes_in_any_order(tmp_path):
     assert write(tmp_path / "a").md5 == write(tmp_path / "b", order=[2, 0, 3, 1]).md5
 
 
+@pytest.mark.parametrize("stored", list(fmt.DTYPES))
+def test_streamed_in_pieces_gives_the_same_file(tmp_path, stored):
+    """Whatever is written early: the same bytes and md5, and no file of its name before the end."""
+    want = write(tmp_path, stored=stored).path.read_bytes()
+    buffer = fmt.ShardBuffer(request(tmp_path / "b", stored=stored))
+    buffer.request.path.parent.mkdir()
+    for i, ready in zip([1, 0, 3, 2], [0, 2, 2, 4], strict=True):
+        buffer.put(i, states()[i])
+        assert buffer.ready == ready
+        buffer.stream(buffer.ready)
+        assert buffer.written == ready and buffer.pending == 0 and not buffer.request.path.exists()
+    done = buffer.finish()
+    assert done.path.read_bytes() == want and done.md5 == hashlib.md5(want).hexdigest()
+
+
+def test_a_streamed_file_that_fails_leaves_nothing(tmp_path):
+    buffer = fmt.ShardBuffer(request(tmp_path))
+    buffer.put(0, states()[0])
+    buffer.stream(1)
+    assert [p.suffix for p in tmp_path.iterdir()] == [".tmp"]
+    with pytest.raises(RuntimeError, match="never extracted"):
+        buffer.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_key_depends_on_what_bytes_depend_on():
     base = ("v", [2, 4, 8], "bfloat16", {"dtype": "float32"}, tokens())
     key = fmt.shard_key(*base)
@@ -119,11 +144,9 @@ def test_every_flipped_bit_is_found(tmp_path, stored):
     data = bytearray(done.path.read_bytes())
     rng = random.Random(0)
     layout = fmt.ShardBuffer(request(tmp_path, stored=stored)).layout
-    # 200 positions over the file, the header's length field, its text and the index included
-    places = [rng.randrange(8) for _ in range(10)]
-    places += [rng.randrange(8, layout.offsets_at) for _ in range(60)]
-    places += [rng.randrange(layout.offsets_at, layout.states_at) for _ in range(60)]
-    places += [rng.randrange(layout.states_at, len(data)) for _ in range(70)]
+    # 200 positions over the file: the header's length field, its text, offsets and tokens, states, all that stands behind them
+    edges = [0, 8, layout.offsets_at, layout.states_at, layout.padding_at, len(data)]
+    places = [rng.randrange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) for _ in range(40)]
     for at in places:
         bit = 1 << rng.randrange(8)
         data[at] ^= bit

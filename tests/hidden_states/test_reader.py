@@ -81,7 +81,7 @@ def flip(path, at=-1):
 
 def test_damage_is_found_on_first_use_only_where_it_is(tmp_path):
     make_cache(tmp_path)
-    flip(sorted((tmp_path / "hidden_states").iterdir())[1])
+    flip(sorted((tmp_path / "hidden_states").iterdir())[1], at=-64)  # the states of sample 3: 48 bytes of index stand behind
     data = open_cache(tmp_path)
     for i in [*range(7), *range(8, 12)]:
         data[i]
@@ -132,7 +132,7 @@ def test_verify_reports_every_kind_of_damage(tmp_path):
     report = check.verify(tmp_path / "hidden_states", tmp_path / "prompts", None)
     assert (report.shards, report.samples, report.bad) == (6, 24, {})
     assert check.verify(tmp_path / "hidden_states", tmp_path / "prompts", None, fraction=0.25).samples == 6
-    flip(files[0])
+    flip(files[0], at=-64)
     files[1].write_bytes(files[1].read_bytes()[:-10])
     os.rename(files[2], files[2].with_name("00002-" + "0" * 24 + ".safetensors"))
     files[3].unlink()

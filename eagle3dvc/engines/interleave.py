@@ -1,0 +1,43 @@
+"""The order in which the prompts of several shards go to an engine."""
+
+from __future__ import annotations
+
+import heapq
+
+from eagle3dvc.hidden_states.format import ShardRequest
+
+
+class Interleave:
+    """Feeds `ways` shards at a time, each begun when the one before it is 1/ways through.
+
+    A shard is hashed and written by one thread, at about 0.5 GB/s, while a fast verifier makes several GB/s of states. So several
+    shards fill at once, each as slowly as a thread can follow, and they end one after the other: what is left to write when the
+    last sample comes is a small part of one shard.
+    """
+
+    def __init__(self, ways: int):
+        self.ways = ways
+        self._heap: list[tuple[float, int, int, ShardRequest]] = []  # when, number of the shard, next row
+        self._opened = 0
+        self._now = self._next_start = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the next shard should be opened before another prompt is taken."""
+        return not self._heap or self._heap[0][0] >= self._next_start
+
+    def open(self, request: ShardRequest) -> None:
+        start = max(self._now, self._next_start)
+        heapq.heappush(self._heap, (start, self._opened, 0, request))
+        self._opened += 1
+        self._next_start = start + 1 / self.ways
+
+    def next(self) -> tuple[ShardRequest, int] | None:
+        """The shard and the row of the next prompt; None where every open shard is fed."""
+        if not self._heap:
+            return None
+        self._now, number, row, request = heapq.heappop(self._heap)
+        samples = len(request.token_ids)
+        if row + 1 < samples:
+            heapq.heappush(self._heap, (self._now + 1 / samples, number, row + 1, request))
+        return request, row
