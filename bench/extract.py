@@ -269,7 +269,7 @@ def ours(args, folder: Path, out: Path) -> dict:
         "bytes": sum(d.bytes for d in done),
         "bytes_per_second": round(sum(d.bytes for d in done) / seconds),
         "samples_checked": checked,
-        "preemptions": engine_stats["preemptions"],
+        **engine_stats,
         **rates(seconds, sum(map(len, token_ids))),
     }
 
@@ -295,7 +295,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--samples", type=int, default=1024)
-    parser.add_argument("--warmup", type=int, default=None, help="samples before the measured run; default a quarter of them")
+    parser.add_argument(
+        "--warmup", type=int, default=None, help="samples before the measured run; default as many as fill every buffer once"
+    )
     parser.add_argument("--length", type=int, default=512, help="mean tokens a sample")
     parser.add_argument("--shard", type=int, default=100, help="samples a shard")
     parser.add_argument("--batched", type=int, default=8192)
@@ -314,7 +316,7 @@ def main() -> None:
     parser.add_argument("--result", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.warmup is None:
-        args.warmup = max(args.shard, args.samples // 4)
+        args.warmup = args.shard * (args.in_flight + 1)
     if args.mode:
         return child(args)
 
@@ -328,6 +330,7 @@ def main() -> None:
             with open(log, "wb") as f:
                 code = subprocess.run(argv, stdout=f, stderr=subprocess.STDOUT, env={**os.environ, "DVC_ROOT": tmp}).returncode
             if code or not result.exists():
+                print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), file=sys.stderr)
                 lines = [x for x in log.read_text(errors="replace").splitlines() if "Error" in x]
                 results[mode] = {"failed": (lines or ["no message"])[-1].strip()[-300:]}
             else:

@@ -250,10 +250,10 @@ class VllmEngine:
     def stats(self) -> dict[str, Any]:
         """What stage logs say about this engine's work."""
         settings = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager")
-        return {
-            "preemptions": self._earlier_preemptions + self._preemptions,
-            "engine_settings": {k: self.args[k] for k in settings},
-        }
+        found = {k: self.args[k] for k in settings}
+        if self._engine is not None:
+            found["async_scheduling"] = self._engine.vllm_config.scheduler_config.async_scheduling
+        return {"preemptions": self._earlier_preemptions + self._preemptions, "engine_settings": found}
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

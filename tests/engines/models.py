@@ -30,7 +30,7 @@ def save_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _config(kind: str, positions: int):
+def _config(kind: str, positions: int, sizes: dict):
     from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3Config
 
     common = dict(
@@ -46,14 +46,13 @@ def _config(kind: str, positions: int):
         tie_word_embeddings=False,
     )
     if kind == "llama":
-        return LlamaConfig(**common, num_key_value_heads=2, head_dim=32)
+        return LlamaConfig(**{**common, "num_key_value_heads": 2, "head_dim": 32, **sizes})
     if kind == "qwen2":
         return Qwen2Config(**{**common, "num_attention_heads": 2}, num_key_value_heads=1)
     if kind == "qwen3":
         return Qwen3Config(**common, num_key_value_heads=2, head_dim=32)
     if kind == "deepseek":
-        return DeepseekV3Config(
-            **common,
+        own = dict(
             num_key_value_heads=4,
             moe_intermediate_size=32,
             n_routed_experts=8,
@@ -80,19 +79,23 @@ def _config(kind: str, positions: int):
                 "mscale_all_dim": 1.0,
             },
         )
+        return DeepseekV3Config(**{**common, **own, **sizes})
     raise ValueError(kind)
 
 
-def save_model(kind: str, folder: Path, positions: int = 512):
-    """Random weights of a spread that keeps the residual stream lively; returns the transformers model (float32, eval)."""
+def save_model(kind: str, folder: Path, positions: int = 512, **sizes):
+    """Random weights of a spread that keeps the residual stream lively; returns the transformers model (float32, eval).
+
+    sizes: fields of the config to change (llama, deepseek).
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = _config(kind, positions)
+    config = _config(kind, positions, sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn_like(p) * 0.08 if p.dim() > 1 else 1 + 0.1 * torch.randn_like(p))
+            p.copy_(torch.randn_like(p) * 0.64 / config.hidden_size**0.5 if p.dim() > 1 else 1 + 0.1 * torch.randn_like(p))
     model.save_pretrained(folder)
     if kind == "deepseek":  # transformers leaves out what vLLM reads
         path = folder / "config.json"
