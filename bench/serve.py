@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle3dvc import evaluate, serving
 from eagle3dvc.params import parse

@@ -13,10 +13,12 @@ compile. --json FILE writes what was printed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -225,12 +227,33 @@ def summary(path: Path, skip: int) -> dict:
     }
 
 
-def child(root: Path, kind: str, payload: str, records: Path, processes: int = 1) -> None:
+def child(root: Path, kind: str, payload: str, records: Path, processes: int = 1, until: int | None = None) -> None:
+    """Run one side. until: the step after whose record it is ended (the library would go on to validate and save)."""
     here = Path(__file__).resolve()
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     environment = {**os.environ, "PYTHONPATH": f"{here.parents[1]}:{os.environ.get('PYTHONPATH', '')}", "DVC_ROOT": str(root)}
     command = [sys.executable, *launch, str(here), "--child", kind, payload, str(records)]
-    subprocess.run(command, cwd=root, env=environment, check=True)
+    process = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True)
+    try:
+        while (code := process.poll()) is None:
+            lines = records.read_text().splitlines() if until is not None and records.exists() else []
+            if lines and json.loads(lines[-1])["step"] >= until:
+                return
+            time.sleep(0.2)
+        if code:
+            raise SystemExit(f"the {kind} side ended with status {code}; its output is above")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def show(name: str, row: dict) -> dict:
+    print(
+        f"{name:8} {row['tokens_per_second']:>9,} tokens/s {row['ms_per_step']:>8} ms/step  wait {row['data_wait_fraction']:.2%}"
+    )
+    print(f"{'':8} loss {row['loss']}", flush=True)
+    return row
 
 
 def compare(args: argparse.Namespace) -> dict:
@@ -243,17 +266,13 @@ def compare(args: argparse.Namespace) -> dict:
         print(f"data: {args.samples} samples in {time.time() - began:.0f} s", flush=True)
         if args.only != "library":
             child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl", args.gpus)
-            found["ours"] = summary(root / "ours.jsonl", args.skip)
+            found["ours"] = show("ours", summary(root / "ours.jsonl", args.skip))
         if library:
-            child(root, "library", json.dumps(library_arguments(args, shape, root)), root / "library.jsonl")
-            found["library"] = summary(root / "library.jsonl", args.skip)
+            arguments = json.dumps(library_arguments(args, shape, root))
+            child(root, "library", arguments, root / "library.jsonl", until=(args.steps - 1) // 5 * 5)
+            found["library"] = show("library", summary(root / "library.jsonl", args.skip))
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    for name, row in found.items():
-        print(
-            f"{name:8} {row['tokens_per_second']:>9,} tokens/s {row['ms_per_step']:>8} ms/step  wait {row['data_wait_fraction']:.2%}"
-        )
-        print(f"{'':8} loss {row['loss']}")
     if len(found) == 2:
         found["ratio"] = round(found["ours"]["tokens_per_second"] / found["library"]["tokens_per_second"], 3)
         print(f"ratio    {found['ratio']}")
@@ -324,6 +343,7 @@ def main() -> None:
     parser.add_argument("--dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="where the data is made")
     parser.add_argument("--json")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child outlives this process
     found = memory(args) if args.memory else compare(args)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")

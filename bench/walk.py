@@ -7,9 +7,13 @@ Weights and states are random, so nothing is accepted and the walk takes every s
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle3dvc.drafter import vocab
 from eagle3dvc.drafter.acceptance import walk

@@ -234,6 +234,7 @@ def count(
         padded = used if device.type == "cpu" else -(-max(used, capacity) // BLOCK) * BLOCK
         host = assemble(group, ttt_steps=draft_tokens, rows=padded, dtype=dtype if device.type == "cpu" else _stored(group))
         batch = {k: v.to(device) for k, v in host.items()}
+        batch["states"] = batch["states"].to(dtype)  # after the copy, which moves half as many bytes
         inputs = model_inputs(batch, group[0].hidden_states.shape[1])
         last = batch["states"][:used, -head.norm.shape[0] :]
         choice = torch.cat([head.logits(part.float()).argmax(-1) for part in last.split(HEAD_ROWS)]).cpu()

@@ -300,18 +300,17 @@ class VllmEngine:
         waiting: dict[str, set[int]] = {}  # shard -> rows the engine has not finished
         held = _Held()
         polled = time.monotonic()
-        more = True
+        request = next(source, None)
         self._rpc("shards_poison")
         while True:
             try:
                 while held.tokens < 4 * self.args["max_num_batched_tokens"] and held.prompts < 4 * self.args["max_num_seqs"]:
-                    if more and feed.due and self._room(opened):
+                    if request is not None and feed.due and self._room(opened):
+                        opened[request.key], waiting[request.key] = request, set(range(len(request.token_ids)))
+                        self._open(request)
+                        feed.open(request)
                         if (request := next(source, None)) is None:
-                            more = False
-                        else:
-                            opened[request.key], waiting[request.key] = request, set(range(len(request.token_ids)))
-                            self._open(request)
-                            feed.open(request)
+                            feed.last()
                     if (prompt := feed.next()) is None:
                         break
                     self._submit(*prompt, prompt_logprobs)
@@ -326,10 +325,12 @@ class VllmEngine:
             except OutOfMemory as e:
                 self._smaller("while extracting", e)
                 feed, held = Interleave(feed.ways), _Held()
-                for request in opened.values():
-                    waiting[request.key] = set(range(len(request.token_ids)))
-                    self._open(request)
-                    feed.open(request)
+                for again in opened.values():
+                    waiting[again.key] = set(range(len(again.token_ids)))
+                    self._open(again)
+                    feed.open(again)
+                if request is not None and request.key in opened:  # the shard whose opening failed
+                    request = next(source, None)
                 continue
             whole = any(not rows for rows in waiting.values())
             if not busy or (whole and time.monotonic() - polled > 0.05) or time.monotonic() - polled > 2:
