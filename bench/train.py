@@ -197,7 +197,7 @@ def library_arguments(args: argparse.Namespace, shape: dict, root: Path) -> list
     return [
         *("--verifier-name-or-path", str(root / "data/verifier"), "--speculator-type", "eagle3"),
         *("--data-path", str(root / "library/data"), "--hidden-states-path", str(root / "library/hidden_states")),
-        *("--save-path", str(root / "library/out"), "--on-missing", "raise", "--target-layer-ids", *map(str, aux)),
+        *("--save-path", str(root / "out"), "--on-missing", "raise", "--target-layer-ids", *map(str, aux)),
         *("--draft-vocab-size", str(shape["draft"]), "--total-seq-len", str(args.tokens), "--ttt-steps", "3"),
         *("--mask-token-id", "0"),  # unused by EAGLE-3, but looked for in a tokenizer when not given
         *("--epochs", "1", "--max-steps", str(args.steps), "--lr", "1e-4", "--optimizer", args.optimizer),
@@ -259,17 +259,22 @@ def show(name: str, row: dict) -> dict:
 def compare(args: argparse.Namespace) -> dict:
     shape, found = LAYERS[args.shape], {}
     root = Path(tempfile.mkdtemp(prefix="bench-train-", dir=args.dir))
+    made = Path(args.data) if args.data else root / "made"
     library = args.only != "ours" and args.shape != "tiny"
     try:
         began = time.time()
-        make_data(root, shape, args.samples, args.length, library)
+        if not (made / "whole").exists():
+            make_data(made, shape, args.samples, args.length, library)
+            (made / "whole").touch()
         print(f"data: {args.samples} samples in {time.time() - began:.0f} s", flush=True)
+        for name in ("data", "library"):
+            (root / name).symlink_to(made / name)
         if args.only != "library":
             child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl", args.gpus)
             found["ours"] = show("ours", summary(root / "ours.jsonl", args.skip))
         if library:
             arguments = json.dumps(library_arguments(args, shape, root))
-            child(root, "library", arguments, root / "library.jsonl", until=(args.steps - 1) // 5 * 5)
+            child(root, "library", arguments, root / "library.jsonl", until=(args.steps - 6) // 5 * 5)
             found["library"] = show("library", summary(root / "library.jsonl", args.skip))
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -341,6 +346,10 @@ def main() -> None:
     parser.add_argument("--only", choices=["ours", "library"])
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="where the data is made")
+    parser.add_argument(
+        "--data",
+        help="a folder that keeps the data from one call to the next; nothing else may differ but --only, --gpus, --accumulate",
+    )
     parser.add_argument("--json")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child outlives this process
