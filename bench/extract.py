@@ -241,20 +241,22 @@ def ours(args, folder: Path, out: Path) -> dict:
             key = shard_key("bench", ids, p.extract.stored_dtype, {}, part)
             header = {"identity": "bench", "layer_ids": ids, "stored_dtype": p.extract.stored_dtype, "numerics": {}}
             requests.append(ShardRequest(key, part, header, info.hidden_size, out / f"{key}.safetensors"))
+        last = [0.0]
+        engine.on_tokens = lambda tokens: last.__setitem__(0, time.perf_counter())
         started, done, kept = time.perf_counter(), [], []
         for shard in engine.extract(requests):
             done.append(shard)
             kept.append(shard.path)
             if not keep and len(kept) > 2:  # a benchmark of 30 GB must not need 30 GB
                 kept.pop(0).unlink()
-        seconds = time.perf_counter() - started
-        return seconds, done, kept
+        ended = time.perf_counter()
+        return ended - started, ended - last[0], done, kept
 
     run(samples_of(args, 1, args.warmup), False)
     for f in out.iterdir():
         f.unlink()
     token_ids = samples_of(args, 2, args.samples)
-    seconds, done, kept = run(token_ids, args.keep)
+    seconds, tail, done, kept = run(token_ids, args.keep)
     checked = 0
     for path in kept:  # outside the measured time: every checksum of what is left
         shard = Shard(path)
@@ -269,6 +271,7 @@ def ours(args, folder: Path, out: Path) -> dict:
         "bytes": sum(d.bytes for d in done),
         "bytes_per_second": round(sum(d.bytes for d in done) / seconds),
         "samples_checked": checked,
+        "seconds_after_last_sample": round(tail, 3),
         **engine_stats,
         **rates(seconds, sum(map(len, token_ids))),
     }

@@ -45,7 +45,7 @@ DTYPES = {
     "float8_e4m3fn": ("F8_E4M3", torch.float8_e4m3fn),
 }
 FP8_MAX = 448.0
-_CHUNK = 8 << 20
+_CHUNK = 32 << 20  # long calls without Python's lock: a thread that needs it often waits for the engine's thread each time
 
 
 def shard_key(
