@@ -416,6 +416,7 @@ def _train(params: Params, paths: dict[str, str], rank: int, world: int, log: An
         log["steps_per_second"] = round(c.steps / c.seconds, 3)
         log["tokens_per_second"] = round(c.tokens * world / c.seconds, 1)
         log["data_wait_fraction"] = round(c.wait / c.seconds, 5)
+        log["seconds_validation"], log["seconds_checkpoints"] = round(c.validating, 3), round(c.saving, 3)
     if device.type == "cuda":
         log["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     else:
