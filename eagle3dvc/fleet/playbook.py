@@ -102,7 +102,16 @@ def render(inputs: Inputs) -> str:
         return plans.make(m, samples, source, target)
 
     def as_set(samples: int) -> plans.Plan:
-        return plans.make(m, samples, source, target, None, 0, answers, params.train.tokens_per_batch)
+        return plans.make(
+            m,
+            samples,
+            source,
+            target,
+            None,
+            0,
+            answers,
+            params.train.tokens_per_batch * params.train.gradient_accumulation_steps,
+        )
 
     hero = as_set(params.max_samples)
     price = target.price_per_hour

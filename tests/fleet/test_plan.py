@@ -175,8 +175,8 @@ def test_unknown_names_suggest_the_nearest():
 
 
 # ------------------------------------------------------------------------------------------------------------ from logs
-def run(root, samples, tokens_computed, seconds):
-    """The logs and metrics of one `dvc repro`, as the stages write them; `seconds` by stage."""
+def run(root, samples, tokens_computed, seconds, more=None):
+    """The logs and metrics of one `dvc repro`, as the stages write them; `seconds` by stage, `more` of the log by stage."""
     logs, metrics = root / "logs", root / "metrics"
     logs.mkdir(exist_ok=True)
     metrics.mkdir(exist_ok=True)
@@ -203,6 +203,7 @@ def run(root, samples, tokens_computed, seconds):
             "hardware": {"cpus": 2, "gpus": []},
             "metrics": metric,
             **log,
+            **(more or {}).get(stage, {}),
         }
         (logs / f"{stage}.json").write_text(json.dumps(entry))
         (metrics / f"{stage}.json").write_text(json.dumps(metric))
@@ -248,6 +249,91 @@ def test_two_sizes_separate_fixed_from_growing_costs(project):
     plan = P.make(M.measurement(str(project / "logs")), 4000)
     for stage, seconds in times(4000, 160_000).items():
         assert plan.stage_seconds()[stage].pair() == pytest.approx([seconds] * 2), stage
+
+
+def recorded(samples, computed):
+    """What the stages log of their own parts on the machine of `times`: one run is enough to tell fixed from growing."""
+    steps, walks = samples // 10, 11 * min(64, samples // 10) * 0.01
+    return {
+        "prepare": {"seconds_growing": samples * 0.004},
+        "evaluate": {"seconds_growing": min(200, samples // 10) * 0.05},
+        "train": {
+            "seconds_validation": walks,
+            "seconds_checkpoints": steps * 0.02,
+            "seconds_stage": 10.0 + steps / 4.0 + walks + steps * 0.02,
+        },
+    }
+
+
+@pytest.mark.parametrize("samples", [300, 1000])
+def test_one_run_that_logged_its_parts_gives_the_time_of_four_times_the_samples(project, samples):
+    """300 samples have 30 held out, 1,200 have 120: the walks grow up to train.eval_samples, evaluation up to its own limit."""
+    run(project, samples, 40 * samples, times(samples, 40 * samples), recorded(samples, 40 * samples))
+    metric = project / "metrics" / "train.json"
+    metric.write_text(json.dumps({**json.loads(metric.read_text()), "heldout_samples": min(64, samples // 10)}))
+    plan = P.make(M.measurement(str(project / "logs")), 4 * samples, have=samples)
+    truth = times(4 * samples, 3 * 40 * samples)
+    truth["train"] = recorded(4 * samples, 0)["train"]["seconds_stage"]
+    del truth["verifier"]
+    for stage, seconds in truth.items():
+        assert plan.stage_seconds()[stage].pair() == pytest.approx([seconds] * 2), stage
+
+
+def test_a_cold_start_does_not_count_as_the_usual_fixed_cost(project):
+    for start in (2.0, 30.0, 2.5):
+        run(
+            project,
+            1000,
+            40_000,
+            {**times(1000, 40_000), "prepare": start + 4.0},
+            {**recorded(1000, 40_000), "prepare": {"seconds_growing": 4.0}},
+        )
+    plan = P.make(M.measurement(str(project / "logs")), 2000)
+    assert plan.stage_seconds()["prepare"].low == pytest.approx(2.5 + 8.0)
+
+
+def test_logs_of_a_run_whose_verifier_wrote_the_answers(project):
+    """It computes the states in the same session, so extract found every shard; the plan loads the verifier once."""
+    (project / "params.yaml").write_text("max_samples: 1000\nseed: 0\nprepare:\n  responses: verifier\n")
+    session = {
+        "seconds_stage": 3.0 + 4.0 + 7.0 + 50.0 + 20.0,
+        "seconds_growing": 4.0,
+        "seconds_load_engine": 7.0,
+        "seconds_answers": 50.0,
+        "answers_tokens_generated": 30_000,
+        "seconds_extract": 20.0,
+        "tokens_computed": 40_000,
+    }
+    run(
+        project,
+        1000,
+        0,
+        {**times(1000, 0), "extract": 1.5},
+        {"prepare": session, "extract": {"seconds_load": None, "seconds_extract": None}},
+    )
+    metric = project / "metrics" / "prepare.json"
+    metric.write_text(json.dumps({**json.loads(metric.read_text()), "answer_tokens": 30_000}))
+    args = ["plan", "--samples", "4000", "--from", str(project / "logs"), "--json"]
+    data = json.loads(CliRunner().invoke(app, args, catch_exceptions=False).stdout)
+    assert data["have"] == 1000
+    assert data["stages"]["prepare"] == pytest.approx([3.0 + 16.0 + 7.0 + 150.0 + 60.0] * 2, abs=0.02)
+    assert data["stages"]["extract"] == pytest.approx([1.5] * 2)
+    assert [line["what"] for line in data["lines"]].count("load the verifier") == 1
+
+
+def test_a_plan_from_own_logs_counts_what_is_here_already(project):
+    run(project, 1000, 40_000, times(1000, 40_000))
+
+    def planned(*more):
+        args = ["plan", "--samples", "4000", "--from", str(project / "logs"), "--json", *more]
+        return json.loads(CliRunner().invoke(app, args, catch_exceptions=False).stdout)
+
+    assert planned()["have"] == 1000 and planned("--have", "0")["have"] == 0
+    assert planned()["stages"]["extract"][0] == pytest.approx(times(4000, 120_000)["extract"])
+    assert "verifier" in planned("--have", "0")["stages"] and "verifier" not in planned()["stages"]
+    M.save(M.measurement(str(project / "logs")), project / "mine.yaml")  # the cache of another machine
+    args = ["plan", "--samples", "4000", "--from", str(project / "mine.yaml"), "--json"]
+    assert json.loads(CliRunner().invoke(app, args, catch_exceptions=False).stdout)["have"] == 0
 
 
 def test_growing_on_the_same_machine_counts_only_new_samples(project):
