@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
-from eagle3dvc.errors import UserError
+from eagle3dvc.errors import UserError, yaml_problem
 
 HERE = Path(__file__).parent
 HARDWARE, MEASUREMENTS = HERE / "hardware", HERE / "measurements"
@@ -232,7 +232,7 @@ def read(path: Path, model: type[Model]) -> Model:
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except (YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is not valid YAML: {str(e).splitlines()[0]}") from None
+        raise UserError(f"{path} is not valid YAML: {yaml_problem(e)}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a mapping, found {type(data).__name__}")
     try:
