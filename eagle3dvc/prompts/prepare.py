@@ -106,11 +106,13 @@ class _Run:
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.by_source: dict[str, Counter[str]] = {}
+        self.revisions: dict[str, str] = {}  # commits of the Hub datasets
         self.first_rejected: str | None = None
 
     def take_all(self, sources) -> None:
         endless = any(source.endless for source in sources)
         self.by_source = {source.name: Counter() for source in sources}
+        self.revisions = {source.name: source.revision for source in sources if source.revision}
         for source in sources:
             self.by_source[source.name].update(samples=0)
             if source.note:
@@ -218,6 +220,7 @@ class _Run:
             **{key: self.counts[key] for key in ("duplicates", "truncated", "unsupervised_turns")},
             "missing_samples": missing,
             "by_source": {name: dict(sorted(c.items())) for name, c in self.by_source.items()},
+            **({"revisions": self.revisions} if self.revisions else {}),
             **(self.responder.counts if self.responder else {}),
         }
         manifest = {
