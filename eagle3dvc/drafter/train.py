@@ -411,6 +411,7 @@ def _train(params: Params, paths: dict[str, str], rank: int, world: int, log: An
     c = trainer.clock
     log["processes"] = world
     log["steps_computed"] = c.steps
+    log["drafter_parameters"] = sum(p.numel() for p in trainer.raw_model.parameters() if p.requires_grad)
     if c.seconds:
         log["seconds"] = round(c.seconds, 3)
         log["steps_per_second"] = round(c.steps / c.seconds, 3)

@@ -5,6 +5,7 @@ Every figure is a number or a pair [low, high]; a pair says how well the figure 
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
 import statistics
@@ -96,7 +97,10 @@ class Block(BaseModel):
 
 
 class Hardware(Block):
-    """One machine that is rented or owned as a whole; GB are 1e9 bytes, prices US dollars an hour for all of it."""
+    """One machine that is rented or owned as a whole; GB are 1e9 bytes, prices US dollars an hour for all of it.
+
+    as_of: the day on which rates and prices were estimated; None where they are an offer.
+    """
 
     name: str
     description: str
@@ -114,6 +118,7 @@ class Hardware(Block):
     host_memory_gb: Amount
     network_gb_s: PositiveFigure
     price_per_hour: Figure
+    as_of: datetime.date | None = None
 
 
 class Node(Block):
@@ -385,6 +390,24 @@ def _evaluate(runs: list[dict], now: dict, most: int) -> Evaluate:
     return Evaluate(seconds=seconds, fixed_share=share, samples=int(points[-1][0]), samples_most=most)
 
 
+def _verifier_bytes(root: Path, params) -> float:
+    """Bytes of the verifier's weights: of its folder, or of the hub's local cache; 0.0 where they are not here."""
+    model = params.verifier.model
+    folder = root / "data" / "verifier" if model == "demo" else root / model
+    if model != "demo" and not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            config = try_to_load_from_cache(model, "config.json", revision=params.verifier.revision)
+        except HFValidationError:  # a folder that is gone
+            return 0.0
+        if not isinstance(config, str):
+            return 0.0
+        folder = Path(config).parent
+    return float(sum(f.stat().st_size for f in folder.glob("*.safetensors")))
+
+
 def _without_answers(prepare: dict) -> dict:
     """A prepare run in which the verifier wrote answers (and computed their states), less the time of both and of loading it."""
     if not prepare.get("seconds_answers"):
@@ -411,6 +434,7 @@ def _extract(runs: list[dict], prepares: list[dict], logs: Path) -> Extract:
         run = sessions[-1]
         return Extract(
             seconds_load=Range.of(float(run.get("seconds_load_engine") or 0.0)),
+            seconds_start=Range(0.0, float(run.get("seconds_load_engine") or 0.0)),  # not known: all of it, or nothing
             seconds_other=_middle([r for r in runs if not r.get("tokens_computed")]),
             tokens_per_second=Range.of(run["tokens_computed"] / run["seconds_extract"]),
         )
@@ -425,6 +449,7 @@ def _extract(runs: list[dict], prepares: list[dict], logs: Path) -> Extract:
     load = float(run.get("seconds_load") or 0.0)
     return Extract(
         seconds_load=Range.of(load),
+        seconds_start=Range(0.0, load),  # not known: all of it, or nothing
         seconds_other=Range.of(max(0.0, seconds - load - working)),
         tokens_per_second=Range.of(_required(run, "tokens_computed", where) / working),
     )
@@ -492,6 +517,10 @@ def from_logs(logs: Path) -> Measurement:
         samples=samples,
         tokens=int(_required(metrics["extract"], "tokens", where)),
         bytes_per_token=_required(metrics["extract"], "bytes_per_token", where),
+        verifier_bytes=_verifier_bytes(root, params),
+        drafter_parameters=next(
+            (float(r["drafter_parameters"]) for r in runs["train"][::-1] if "drafter_parameters" in r), 0.0
+        ),
         push_while_extracting=params.extract.push_while_extracting,
         acceptance_length=metrics["evaluate"].get("acceptance_length"),
         versions=runs["train"][-1].get("versions") or {},

@@ -6,6 +6,7 @@ steps or not at all, and on other hardware is multiplied by the ratio of the one
 
 from __future__ import annotations
 
+import datetime
 import math
 from dataclasses import dataclass, replace
 
@@ -46,7 +47,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for `samples` samples; `hours` and `cost` are of the critical path, set-up to last byte pushed."""
+    """A plan for `samples` samples, `have` of which have their hidden states; `hours` and `cost` are of the critical path, set-up to
+    last byte pushed. `estimated`: the day of the hardware profile's rates and prices, None where they are no estimates."""
 
     samples: int
     have: int
@@ -61,6 +63,7 @@ class Plan:
     push_seconds: Range | None
     memory: list[Memory]
     price_per_hour: Range | None
+    estimated: datetime.date | None = None
 
     @property
     def seconds(self) -> Range:
@@ -94,6 +97,7 @@ class Plan:
             "seconds": _round(self.seconds),
             "cost": _round(self.cost),
             "price_per_hour": _round(self.price_per_hour),
+            "hardware_estimated_on": self.estimated.isoformat() if self.estimated else None,
             "stages": {stage: _round(seconds) for stage, seconds in self.stage_seconds().items()},
             "lines": [
                 {
@@ -384,6 +388,7 @@ def make(
         push_seconds=push,
         memory=_memory(m, target),
         price_per_hour=target.price_per_hour if target else None,
+        estimated=target.as_of if target else None,
     )
 
 
@@ -510,6 +515,10 @@ def describe(plan: Plan, m: Measurement, largest: dict[str, int] | None, project
     for memory in plan.memory:
         need = spread(memory.need_gb, lambda v: f"{v:.0f} GB")
         lines.append(f"memory: {memory.what}: {need} of {memory.have_gb:.0f} GB, {'fits' if memory.fits else 'DOES NOT FIT'}")
+    if plan.estimated:
+        lines.append(
+            f"rates and prices of {plan.hardware} are estimates of {plan.estimated}: put what you are offered into a copy"
+        )
     if largest is not None:
         lines.append(f"largest run within the limits: {largest['sure']:,} samples for sure, {largest['at_best']:,} at best")
     if projection is not None:

@@ -131,6 +131,8 @@ def test_serving_projection():
 def test_built_in_profiles(name):
     profile = M.hardware(name)
     assert profile.name == name and profile.gpus == 8
+    assert profile.as_of is not None, "prices from memory say so"
+    assert f"estimates of {profile.as_of}" in "".join(P.describe(P.make(KIMI, 10, LOCAL, profile), KIMI, None, None))
     assert P.make(KIMI, 50_000, LOCAL, profile).hours.low > 0
 
 
@@ -384,12 +386,24 @@ def test_saved_measurement_gives_the_same_plan(project):
 
 
 def test_gpu_logs_are_matched_to_their_profile(project):
-    run(project, 1000, 40_000, times(1000, 40_000))
+    """And a plan for another machine says whether verifier and drafter fit its GPUs."""
+    (project / "data" / "verifier").mkdir(parents=True)
+    with open(project / "data" / "verifier" / "model.safetensors", "wb") as f:
+        f.truncate(100 * 10**9)  # sparse
+    run(project, 1000, 40_000, times(1000, 40_000), {"train": {"drafter_parameters": 10**9}})
     path = project / "logs" / "train.json"
     entry = json.loads(path.read_text())
     entry["hardware"]["gpus"] = [{"name": "NVIDIA RTX PRO 6000 Blackwell Server Edition", "memory_bytes": 1}] * 8
     path.write_text(json.dumps(entry))
-    assert M.measurement(str(project / "logs")).hardware == "rtxpro6000x8"
+    m = M.measurement(str(project / "logs"))
+    assert m.hardware == "rtxpro6000x8"
+    plan = P.make(m, 4000, LOCAL, B300)
+    verifier, training = plan.memory
+    assert verifier.need_gb == Range(100 / 8 + 3, 100 / 8 + 10) and training.need_gb == Range(18 + 4, 18 + 30)
+    assert verifier.fits and training.fits
+    # 5 s were measured, of which nobody knows what is start-up: the disk of the target gives the low end, all of it the high one
+    load = seconds_of(plan, "load the verifier")
+    assert load.pair() == pytest.approx([100 / 12, 5 + 100 / 4])
 
 
 # --------------------------------------------------------------------------------------------------------- command line

@@ -18,5 +18,6 @@ def test_stages_log_which_of_their_seconds_grow(finished_project):
         log = finished_project.log(stage)
         assert 0 < log["seconds_growing"] < log["seconds_stage"], stage
     train = finished_project.log("train")
+    assert train["drafter_parameters"] > 1000
     parts = [train[k] for k in ("seconds", "seconds_validation", "seconds_checkpoints")]
     assert min(parts) > 0 and sum(parts) < train["seconds_stage"]
