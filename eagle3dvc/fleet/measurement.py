@@ -494,6 +494,37 @@ def _train(runs: list[dict], now: dict, params, logs: Path) -> Train:
     return Train(**common, seconds_outside=seconds, fixed_share=share)
 
 
+def _serving(runs: list[dict], tensor_parallel_size: int) -> Serving | None:
+    """From the last evaluate run that decoded in an engine, one sequence at a time on one GPU: with several, nobody has measured
+    how much of a step is all-reduce. What a round costs follows from acceptance length and speed-up."""
+    found = [e for r in runs if (e := r.get("engine")) and e.get("batch_size") == 1 and e.get("speedup")]
+    if not found or tensor_parallel_size > 1:
+        return None
+    e = found[-1]
+    round_cost = e["acceptance_length"] / e["speedup"]
+    return Serving(
+        baseline_tokens_per_second=e["baseline_tokens_per_second"],
+        kernel_floor_seconds=Range(0.0, 1 / e["baseline_tokens_per_second"]),  # not known: nothing, or the whole step
+        acceptance_length=Range.of(e["acceptance_length"]),
+        draft_tokens=e["draft_tokens"],
+        draft_cost=Range.of(max(0.0, round_cost - 1) / e["draft_tokens"]),
+    )
+
+
+def _unmeasured(m: Measurement, params) -> Measurement:
+    """What logs do not say and scaling to another machine needs, as ranges that hold all that is likely."""
+    several = params.extract.tensor_parallel_size > 1
+    share = Range(0.0, 0.6) if several else ZERO  # 0.6: all-reduce over PCIe at its worst
+    launch = Range(0.0, min(0.02, 1 / m.train.steps_per_second.high))
+    return m.model_copy(
+        update={
+            "extract": m.extract.model_copy(update={"allreduce_share": share}),
+            "answers": m.answers.model_copy(update={"allreduce_share": share}) if m.answers else None,
+            "train": m.train.model_copy(update={"overhead_seconds_per_step": launch}),
+        }
+    )
+
+
 def from_logs(logs: Path) -> Measurement:
     """A measurement from `logs/` and the `metrics/` and params.yaml beside it; raises UserError naming what is missing."""
     from eagle3dvc import params as params_module
@@ -510,7 +541,7 @@ def from_logs(logs: Path) -> Measurement:
             )
     where = root / "metrics" / "extract.json"
     samples = int(_required(metrics["extract"], "samples", where))
-    return Measurement(
+    measured = Measurement(
         name=logs.resolve().parent.name,
         description=f"{samples:,} samples on this machine",
         hardware=_profile_of(runs["train"][-1]),
@@ -531,4 +562,6 @@ def from_logs(logs: Path) -> Measurement:
         train=_train(runs["train"], metrics["train"], params, logs),
         export=Fixed(seconds_fixed=_middle(runs["export"])),
         evaluate=_evaluate(runs["evaluate"], metrics["evaluate"], params.evaluate.samples),
+        serving=_serving(runs["evaluate"], params.extract.tensor_parallel_size),
     )
+    return _unmeasured(measured, params)

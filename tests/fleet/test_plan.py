@@ -406,6 +406,35 @@ def test_gpu_logs_are_matched_to_their_profile(project):
     assert load.pair() == pytest.approx([100 / 12, 5 + 100 / 4])
 
 
+def test_what_logs_do_not_say_is_a_range_on_other_hardware(project):
+    run(project, 1000, 40_000, times(1000, 40_000))
+    assert (alone := M.measurement(str(project / "logs"))).extract.allreduce_share == Range.of(0)
+    (project / "params.yaml").write_text("max_samples: 1000\nseed: 0\nextract:\n  tensor_parallel_size: 8\n")
+    m = M.measurement(str(project / "logs"))
+    assert P.make(m, 4000).as_dict() == P.make(alone, 4000).as_dict(), "nothing is scaled on the machine itself"
+    states = {k: seconds_of(P.make(v, 4000, LOCAL, B300), "hidden states") for k, v in (("alone", alone), ("several", m))}
+    assert states["several"].low < states["alone"].low and states["several"].high == states["alone"].high
+    steps = seconds_of(P.make(m, 4000, LOCAL, B300), "optimizer steps")
+    assert steps.high > 0.02 * 400, "launching the kernels of 400 steps does not get faster"
+
+
+def test_serving_from_an_engine_run(project):
+    engine = {
+        "batch_size": 1,
+        "speedup": 2.0,
+        "acceptance_length": 2.6,
+        "baseline_tokens_per_second": 50.0,
+        "draft_tokens": 3,
+    }
+    run(project, 1000, 40_000, times(1000, 40_000), {"evaluate": {"engine": engine}})
+    serving = M.measurement(str(project / "logs")).serving
+    assert P.serving(serving, LOCAL, LOCAL).with_drafter.pair() == pytest.approx([100.0, 100.0])
+    better = P.serving(serving, LOCAL, LOCAL, acceptance_length=Range.of(3.25))
+    assert better.with_drafter.pair() == pytest.approx([125.0, 125.0])
+    ratio = B300.memory_bandwidth_gb_s / LOCAL.memory_bandwidth_gb_s
+    assert P.serving(serving, LOCAL, B300).with_drafter.pair() == pytest.approx([100.0, 100.0 * ratio])
+
+
 # --------------------------------------------------------------------------------------------------------- command line
 def test_command_line_json():
     args = "plan --samples 100000 --hardware b300x8 --from kimi-k2.5-local --budget 500 --hours 12 --json".split()
