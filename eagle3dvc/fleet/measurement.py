@@ -74,6 +74,7 @@ class Range:
 
 
 ZERO = Range(0.0, 0.0)
+REPEAT = Range(0.85, 1.15)  # stages of the demo, run again on the same idle machine (docs/plan.md)
 Figure = Annotated[Range, BeforeValidator(Range.of), PlainSerializer(lambda r: r.low if r.low == r.high else r.pair())]
 
 
@@ -200,7 +201,8 @@ class Serving(Block):
 
 
 class Measurement(Block):
-    """What one run of `samples` samples took, on which hardware; None for hardware means a machine no profile describes."""
+    """What one run of `samples` samples took, on which hardware; None for hardware means a machine no profile describes. `repeat`:
+    by what a time changes when the same is run again."""
 
     name: str
     description: str = ""
@@ -210,6 +212,7 @@ class Measurement(Block):
     bytes_per_token: Amount
     verifier_bytes: Annotated[float, Field(ge=0)] = 0.0
     drafter_parameters: Annotated[float, Field(ge=0)] = 0.0
+    repeat: PositiveFigure = Range(1.0, 1.0)
     push_while_extracting: bool = False
     acceptance_length: float | None = None
     versions: dict[str, str] = {}
@@ -552,6 +555,7 @@ def from_logs(logs: Path) -> Measurement:
         drafter_parameters=next(
             (float(r["drafter_parameters"]) for r in runs["train"][::-1] if "drafter_parameters" in r), 0.0
         ),
+        repeat=REPEAT,
         push_while_extracting=params.extract.push_while_extracting,
         acceptance_length=metrics["evaluate"].get("acceptance_length"),
         versions=runs["train"][-1].get("versions") or {},

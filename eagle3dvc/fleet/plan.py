@@ -371,8 +371,8 @@ def make(
         *train,
         Line("export", "layouts and self-check", m.export.seconds_fixed, "fixed"),
         _evaluate_line(m, growth),
-        *_push_lines(m, push, beside),
     ]
+    lines = [replace(line, seconds=line.seconds * m.repeat) for line in lines] + _push_lines(m, push, beside)
     checkpoints = m.drafter_parameters * CHECKPOINT_BYTES_PER_PARAMETER
     return Plan(
         samples=samples,
