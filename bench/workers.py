@@ -2,7 +2,8 @@
 
     python bench/workers.py [--shards 12] [--hidden 256] [--layers 8]
 
-Loading is not counted: a verifier is loaded once a run, whatever the number of samples. The shards of both must be equal.
+Loading (with two workers: Ray and two verifiers) is printed apart: it happens once a run, whatever the number of samples. The shards
+of both must be equal. Needs two cores that are idle.
 """
 
 from __future__ import annotations
@@ -81,14 +82,19 @@ def main() -> None:
                 key = shard_key("local:bench", ids, "bfloat16", {"dtype": "float32"}, t)
                 header = {"identity": "local:bench", "layer_ids": ids, "stored_dtype": "bfloat16"}
                 requests.append(ShardRequest(key, t, header, args.hidden, out / f"{key}.safetensors"))
+            began = time.perf_counter()
             engine = engines.make(params, info, ids)
+            loading = time.perf_counter() - began
             list(engine.extract(requests[:2]))  # first calls allocate and compile
             began = time.perf_counter()
             list(engine.extract(requests))
             seconds[workers] = time.perf_counter() - began
             engine.close()
             written[workers] = {p.name: hashlib.md5(p.read_bytes()).hexdigest() for p in out.iterdir()}
-            print(f"{workers} worker(s): {seconds[workers]:.2f} s, {total / seconds[workers]:,.0f} tokens/s", flush=True)
+            print(
+                f"{workers} worker(s): {seconds[workers]:.2f} s, {total / seconds[workers]:,.0f} tokens/s; loading {loading:.1f} s",
+                flush=True,
+            )
         if written[1] != written[2]:
             raise SystemExit("error: the shards of one and of two workers differ")
         print(f"same {args.shards} shards; two workers are {seconds[1] / seconds[2]:.2f} times as fast")

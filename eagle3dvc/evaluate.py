@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +162,7 @@ def build(
         scratch = Path(scratch_)
         folder = as_speculators(Path(drafter), scratch / "drafter")
         model = load_drafter(folder, samples.data, verifier)
+        began = time.monotonic()
         result = walk(model, head, samples, e.draft_tokens, own)
         metrics = report(result, params, len(samples), own)
         sweep = {}
@@ -185,6 +187,8 @@ def build(
         write_plots(result, Path(plots))
         if e.engine == "vllm":
             log["engine"] = run_engine(params, folder, samples, verifier)
+        # what more held-out samples add to; `plan` reads it
+        log["seconds_growing"] = round(time.monotonic() - began - log.get("engine", {}).get("seconds_load_all", 0.0), 3)
     return metrics
 
 
@@ -293,7 +297,8 @@ def run_engine(params: Params, drafter: Path, samples: Heldout, verifier: str | 
     logs = root() / "logs"
     base = serving.measure(plain, logs / "evaluate-plain.log")
     found = {k: serving.measure(spec, logs / f"evaluate-draft{k}.log") for k, spec in specs.items()}
-    return compare(base, found, params.evaluate.draft_tokens, params.extract.dtype)
+    loading = base.seconds_load + sum(r.seconds_load for r in found.values())
+    return {**compare(base, found, params.evaluate.draft_tokens, params.extract.dtype), "seconds_load_all": round(loading, 3)}
 
 
 def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str | Path) -> tuple[Any, dict[int, Any]]:

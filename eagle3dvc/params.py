@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eagle3dvc.errors import UserError
+from eagle3dvc.errors import UserError, yaml_problem
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -304,6 +304,5 @@ def load(path: str | Path = "params.yaml") -> Params:
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except (YAMLError, UnicodeDecodeError) as e:
-        mark = getattr(e, "problem_mark", None)
-        raise UserError(f"{path}: not valid YAML at line {mark.line + 1 if mark else '?'}: {e}".split("\n")[0]) from None
+        raise UserError(f"{path} is not valid YAML: {yaml_problem(e)}") from None
     return parse(data, str(path))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3dvc import params as params_module
-from eagle3dvc.errors import UserError
+from eagle3dvc.errors import UserError, yaml_problem
 
 FOLDER = Path("profiles")
 
@@ -62,7 +62,7 @@ def _read(path: Path) -> Any:
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except (YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is not valid YAML: {str(e).splitlines()[0]}") from None
+        raise UserError(f"{path} is not valid YAML: {yaml_problem(e)}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a mapping of parameters, found {type(data).__name__}")
     return data

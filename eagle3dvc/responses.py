@@ -380,6 +380,7 @@ class Responder:
                 self._work["tokens_generated"] += len(ids)
                 progress.advance(limits[k], 4 * len(ids))
 
+            began = time.monotonic()
             engine.generate(
                 prompts,
                 max_new_tokens=limits,
@@ -389,6 +390,7 @@ class Responder:
                 stop_token_ids=self.stop,
                 done=done,
             )
+        self.log["seconds_answers"] = round(self.log.get("seconds_answers", 0.0) + time.monotonic() - began, 3)
         self.store.sync()
         for i in missing:
             found[i] = self.store.get(*asked[i])
@@ -477,4 +479,5 @@ class Responder:
                 uploads.add(done)
         finally:
             uploads.finish()
-        self.log |= {"shards_computed": len(missing), "shards_pushed": uploads.pushed}
+        tokens = sum(p.tokens for p in missing.values())
+        self.log |= {"shards_computed": len(missing), "shards_pushed": uploads.pushed, "tokens_computed": tokens}

@@ -101,6 +101,15 @@ class StageLog(dict):
             f.write(json.dumps(self, sort_keys=True) + "\n")
 
 
+def process_seconds() -> float:
+    """Seconds since this process was started, so that a stage's time holds its imports; 0.0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, AttributeError, ValueError, IndexError):
+        return 0.0
+
+
 def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent (dvc) is killed; Linux only, elsewhere nothing happens."""
     import ctypes
@@ -135,7 +144,7 @@ def run(name: str, main: Callable[[Params, StageLog], dict[str, Any]]) -> None:
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _on_signal)
-    started, log = time.monotonic(), StageLog()
+    started, log = time.monotonic() - process_seconds(), StageLog()
     try:
         metrics = main(params_module.load(), log)
         # the size of the work beside its time: `plan` separates fixed from growing costs by comparing runs in history.jsonl

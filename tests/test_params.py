@@ -68,6 +68,12 @@ def test_not_a_mapping(tmp_path, text):
         params.load(tmp_path / "params.yaml")
 
 
+def test_a_duplicate_key_is_named(tmp_path):
+    (tmp_path / "params.yaml").write_text("max_samples: 3\ntrain:\n  epochs: 1\n  epochs: 2\n")
+    with pytest.raises(UserError, match=r'params\.yaml is not valid YAML: line 4: found duplicate key "epochs"'):
+        params.load(tmp_path / "params.yaml")
+
+
 def test_missing_file_and_exit_status(tmp_path):
     run = subprocess.run([sys.executable, "-m", "eagle3dvc.cli", "params"], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 1 and "params.yaml does not exist" in run.stderr and "Traceback" not in run.stderr

@@ -127,6 +127,7 @@ def test_applying_twice_changes_nothing(project):
         ("extract: {aux_layer_ids: [3, 2]}", "ascending"),
         ("- 1", "expected a mapping"),
         ("extract: [", "not valid YAML"),
+        ("seed: 1\nseed: 2", 'line 2: found duplicate key "seed"'),
     ],
 )
 def test_an_invalid_result_is_never_written(project, overlay, message):

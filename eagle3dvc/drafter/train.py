@@ -411,11 +411,13 @@ def _train(params: Params, paths: dict[str, str], rank: int, world: int, log: An
     c = trainer.clock
     log["processes"] = world
     log["steps_computed"] = c.steps
+    log["drafter_parameters"] = sum(p.numel() for p in trainer.raw_model.parameters() if p.requires_grad)
     if c.seconds:
         log["seconds"] = round(c.seconds, 3)
         log["steps_per_second"] = round(c.steps / c.seconds, 3)
         log["tokens_per_second"] = round(c.tokens * world / c.seconds, 1)
         log["data_wait_fraction"] = round(c.wait / c.seconds, 5)
+        log["seconds_validation"], log["seconds_checkpoints"] = round(c.validating, 3), round(c.saving, 3)
     if device.type == "cuda":
         log["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     else:

@@ -50,12 +50,15 @@ class Settings:
 
 @dataclass
 class Clock:
-    """Where the time of this process went: seconds in steps and waiting for data (within), tokens and steps done."""
+    """Where the time of this process went: seconds in steps, waiting for data (within), validating and saving; tokens and steps
+    done."""
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     wait: float = 0.0
+    validating: float = 0.0
+    saving: float = 0.0
 
 
 class DrafterTrainer(Trainer):
@@ -217,11 +220,15 @@ class DrafterTrainer(Trainer):
         while True:
             due = self.global_step % s.eval_every == 0 or self.global_step == s.steps
             if due and self.evaluated != self.global_step:
+                began = time.perf_counter()
                 self._evaluate()
+                self.clock.validating += time.perf_counter() - began
                 self._stop_if_asked(saved)
             ended = self.global_step >= s.steps or (s.patience is not None and self.stale >= s.patience)
             if (ended or self.global_step % s.checkpoint_every == 0) and saved != self.global_step:
+                began = time.perf_counter()
                 self.save()
+                self.clock.saving += time.perf_counter() - began
                 saved = self.global_step
             if ended:
                 return

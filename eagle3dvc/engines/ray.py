@@ -41,6 +41,8 @@ LOST = (RayActorError, ObjectLostError)
 _AHEAD = 2
 #: seconds to wait for processors and GPUs that others in the cluster hold
 PLACEMENT_TIMEOUT = 120.0
+#: seconds that engines have to give their memory and processes back
+CLOSE_TIMEOUT = 20.0
 _POLL = 0.2
 
 
@@ -174,6 +176,7 @@ class RayEngine:
         self.seats = [Seat(i) for i in range(self.workers)]
         self.replaced = 0
         self._in_a_row = 0
+        self._answering = False
         if self.own:
             _start(self.workers)
         try:
@@ -336,7 +339,7 @@ class RayEngine:
         todo = deque(range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size))
         answers: list[list[int]] = [[] for _ in prompts]
         running: dict[Any, tuple[Seat, range]] = {}
-        idle = list(self.seats)
+        idle, self._answering = list(self.seats), True
         while todo or running:
             while todo and idle:
                 seat, chunk = idle.pop(), todo.popleft()
@@ -362,6 +365,7 @@ class RayEngine:
                 todo.appendleft(chunk)
                 self._replace(seat, e)
             idle.append(seat)
+        self._answering = False
         return answers
 
     def stats(self) -> dict[str, Any]:
@@ -382,6 +386,10 @@ class RayEngine:
     def close(self) -> None:
         if not ray.is_initialized():
             return
+        # an engine with processes of its own ends them; one that is at work (the run was interrupted) would not answer
+        idle = [seat.actor.close.remote() for seat in self.seats if seat.node and seat.stream is None]
+        if idle and not self._answering:
+            ray.wait(idle, num_returns=len(idle), timeout=CLOSE_TIMEOUT)
         for seat in self.seats:
             if seat.actor is not None:
                 ray.kill(seat.actor)

@@ -31,8 +31,16 @@ def plan(
     budget: Annotated[float | None, typer.Option(help="US dollars: the largest sample count that fits.")] = None,
     hours: Annotated[float | None, typer.Option(help="Hours: the largest sample count that fits.")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Network GB/s, in place of the profile's.")] = None,
-    have: Annotated[int, typer.Option(help="Samples whose hidden states exist already.")] = 0,
-    answers: Annotated[bool, typer.Option("--answers", help="The verifier writes the answers first.")] = False,
+    have: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples whose hidden states exist; default: those of the last run for a plan from logs/ here, else 0."
+        ),
+    ] = None,
+    answers: Annotated[
+        bool | None,
+        typer.Option("--answers/--no-answers", help="The verifier writes the answers first; default: as the run in logs/ did."),
+    ] = None,
     tokens_per_step: Annotated[int | None, typer.Option(help="Training batch, if not as measured.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the measurement to this YAML file.")] = None,
     json: Json = False,
@@ -46,12 +54,18 @@ def plan(
     for name, value in (("budget", budget), ("hours", hours)):
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value} must be above 0")
-    m = measurements.measurement(from_ or (plans.KNOWN_RUN if hardware else "logs"))
+    where = from_ or (plans.KNOWN_RUN if hardware else "logs")
+    m = measurements.measurement(where)
     if save:
         measurements.save(m, save)
     source = measurements.hardware(m.hardware) if m.hardware else None
     target = measurements.hardware(hardware) if hardware else None
     samples = load().max_samples if samples is None else samples
+    own = Path(where).is_dir()
+    if answers is None:
+        answers = own and m.answers is not None
+    if have is None:  # here, what the last run computed is found again
+        have = m.samples if own and target is None else 0
 
     def plan_for(n: int) -> plans.Plan:
         return plans.make(m, n, source, target, bandwidth, have, answers, tokens_per_step)

@@ -541,14 +541,24 @@ def _hub_verifier(c: Context, model: str) -> Iterator[Finding]:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        cached = isinstance(try_to_load_from_cache(model, "config.json", revision=c.params.verifier.revision), str)
+        def cached(name: str) -> Path | None:
+            found = try_to_load_from_cache(model, name, revision=c.params.verifier.revision)
+            return Path(found) if isinstance(found, str) else None
+
+        index, wanted = cached("model.safetensors.index.json"), ["model.safetensors"]
+        if index is not None:
+            wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        absent = [name for name in ("config.json", *wanted) if cached(name) is None]
     except Exception as e:  # an offline or half-installed hub library is not this machine's fault
         yield warning(f"the hub's local cache could not be read ({type(e).__name__})", "pip install huggingface_hub")
         return
-    if cached:
-        yield ok(f"{model} is (at least in part) in the hub's local cache")
+    if not absent:
+        yield ok(f"{model} is in the hub's local cache, {len(wanted)} weight file(s)")
     else:
-        yield warning(f"{model} is not downloaded yet", f"hf download {model}, before the GPUs cost money")
+        yield warning(
+            f"{model}: {len(absent)} of {len(wanted) + 1} files are not downloaded yet, first {absent[0]}",
+            f"hf download {model}, before the GPUs cost money",
+        )
     if c.params.verifier.revision is None:
         yield warning("verifier.revision is not pinned", "set verifier.revision to a commit, so that every node loads the same")
 

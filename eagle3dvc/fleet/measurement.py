@@ -5,15 +5,17 @@ Every figure is a number or a pair [low, high]; a pair says how well the figure 
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
-from eagle3dvc.errors import UserError
+from eagle3dvc.errors import UserError, yaml_problem
 
 HERE = Path(__file__).parent
 HARDWARE, MEASUREMENTS = HERE / "hardware", HERE / "measurements"
@@ -72,6 +74,7 @@ class Range:
 
 
 ZERO = Range(0.0, 0.0)
+REPEAT = Range(0.85, 1.15)  # stages of the demo, run again on the same idle machine (docs/plan.md)
 Figure = Annotated[Range, BeforeValidator(Range.of), PlainSerializer(lambda r: r.low if r.low == r.high else r.pair())]
 
 
@@ -95,7 +98,10 @@ class Block(BaseModel):
 
 
 class Hardware(Block):
-    """One machine that is rented or owned as a whole; GB are 1e9 bytes, prices US dollars an hour for all of it."""
+    """One machine that is rented or owned as a whole; GB are 1e9 bytes, prices US dollars an hour for all of it.
+
+    as_of: the day on which rates and prices were estimated; None where they are an offer.
+    """
 
     name: str
     description: str
@@ -113,6 +119,7 @@ class Hardware(Block):
     host_memory_gb: Amount
     network_gb_s: PositiveFigure
     price_per_hour: Figure
+    as_of: datetime.date | None = None
 
 
 class Node(Block):
@@ -150,7 +157,8 @@ class Extract(Block):
 class Train(Block):
     """`overhead_seconds_per_step` is spent by the host in each step; `seconds_outside` are start, validation and checkpoints.
 
-    `steps` grow with the samples unless `steps_fixed` (train.max_steps is set).
+    `steps` grow with the samples unless `steps_fixed` (train.max_steps is set). `seconds_validation` are all walks over
+    `validation_samples`, which grow up to `validation_samples_most`; as many walks whatever the steps if `validations_fixed`.
     """
 
     steps: Count
@@ -158,6 +166,10 @@ class Train(Block):
     overhead_seconds_per_step: Figure = ZERO
     seconds_outside: Figure = ZERO
     fixed_share: Figure = Range(0.0, 1.0)
+    seconds_validation: Figure = ZERO
+    validation_samples: Annotated[int, Field(ge=0)] = 0
+    validation_samples_most: int | None = None
+    validations_fixed: bool = True
     steps_fixed: bool = False
     epochs: Count = 1
     scaling: PositiveFigure = Range(0.9, 1.1)
@@ -189,7 +201,8 @@ class Serving(Block):
 
 
 class Measurement(Block):
-    """What one run of `samples` samples took, on which hardware; None for hardware means a machine no profile describes."""
+    """What one run of `samples` samples took, on which hardware; None for hardware means a machine no profile describes. `repeat`:
+    by what a time changes when the same is run again."""
 
     name: str
     description: str = ""
@@ -199,6 +212,7 @@ class Measurement(Block):
     bytes_per_token: Amount
     verifier_bytes: Annotated[float, Field(ge=0)] = 0.0
     drafter_parameters: Annotated[float, Field(ge=0)] = 0.0
+    repeat: PositiveFigure = Range(1.0, 1.0)
     push_while_extracting: bool = False
     acceptance_length: float | None = None
     versions: dict[str, str] = {}
@@ -226,7 +240,7 @@ def read(path: Path, model: type[Model]) -> Model:
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except (YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is not valid YAML: {str(e).splitlines()[0]}") from None
+        raise UserError(f"{path} is not valid YAML: {yaml_problem(e)}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a mapping, found {type(data).__name__}")
     try:
@@ -308,13 +322,18 @@ def _runs(logs: Path, stage: str) -> list[dict]:
     return [r for r in runs if r.get("hardware") == runs[-1].get("hardware")] if runs else []
 
 
-def _growth(points: list[tuple[float, float]]) -> tuple[Range, Range]:
-    """(seconds at the last run's size, share of them that is fixed) from (units, seconds) of several runs.
+def _growth(runs: list[dict], points: list[tuple[float, float]]) -> tuple[Range, Range]:
+    """(seconds at the last run's size, share of them that is fixed).
 
-    Two or more sizes give a least-squares line with neither part below zero. One size cannot say what is fixed: [0, 1].
+    The last run says which of its seconds grow (`seconds_growing`); the fixed rest is the middle of all runs, which a cold start
+    does not move. Runs that do not say: from (units, seconds) of several, two or more sizes give a least-squares line with neither
+    part below zero. One size cannot say what is fixed: [0, 1].
     """
     import numpy as np
 
+    if (growing := runs[-1].get("seconds_growing")) is not None:
+        fixed = statistics.median(_seconds(r) - r["seconds_growing"] for r in runs if "seconds_growing" in r)
+        return Range.of(fixed + growing), Range.of(fixed / (fixed + growing) if fixed + growing else 1.0)
     size, seconds = points[-1]
     if len({n for n, _ in points}) < 2 or not size:
         return Range.of(seconds), Range(0.0, 1.0)
@@ -352,8 +371,6 @@ def _seconds(run: dict) -> float:
 
 def _middle(runs: list[dict]) -> Range:
     """The usual seconds of a stage whose work does not grow: the median of its runs, which a cold start does not move."""
-    import statistics
-
     return Range.of(statistics.median(_seconds(r) for r in runs)) if runs else ZERO
 
 
@@ -364,7 +381,7 @@ def _points(runs: list[dict], size: str, now: dict) -> list[tuple[float, float]]
 
 
 def _prepare(runs: list[dict], now: dict) -> Prepare:
-    seconds, share = _growth(_points(runs, "samples", now))
+    seconds, share = _growth(runs, _points(runs, "samples", now))
     return Prepare(seconds=seconds, fixed_share=share)
 
 
@@ -372,13 +389,58 @@ def _evaluate(runs: list[dict], now: dict, most: int) -> Evaluate:
     points = _points(runs, "samples", now) if runs and now else []
     if not points:
         return Evaluate()
-    seconds, share = _growth(points)
+    seconds, share = _growth(runs, points)
     return Evaluate(seconds=seconds, fixed_share=share, samples=int(points[-1][0]), samples_most=most)
 
 
-def _extract(runs: list[dict], logs: Path) -> Extract:
-    """From the last run that computed tokens: a run that reused every shard says nothing about speed."""
+def _verifier_bytes(root: Path, params) -> float:
+    """Bytes of the verifier's weights: of its folder, or of the hub's local cache; 0.0 where they are not here."""
+    model = params.verifier.model
+    folder = root / "data" / "verifier" if model == "demo" else root / model
+    if model != "demo" and not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            config = try_to_load_from_cache(model, "config.json", revision=params.verifier.revision)
+        except HFValidationError:  # a folder that is gone
+            return 0.0
+        if not isinstance(config, str):
+            return 0.0
+        folder = Path(config).parent
+    return float(sum(f.stat().st_size for f in folder.glob("*.safetensors")))
+
+
+def _without_answers(prepare: dict) -> dict:
+    """A prepare run in which the verifier wrote answers (and computed their states), less the time of both and of loading it."""
+    if not prepare.get("seconds_answers"):
+        return prepare
+    apart = sum(float(prepare.get(k) or 0.0) for k in ("seconds_load_engine", "seconds_answers", "seconds_extract"))
+    return {**prepare, "seconds_stage": max(0.0, _seconds(prepare) - apart)}
+
+
+def _answers(runs: list[dict], now: dict) -> Answers | None:
+    """From the last prepare run in which the verifier wrote answers; None where none did."""
+    wrote = [r for r in runs if r.get("answers_tokens_generated") and r.get("seconds_answers")]
+    if not wrote or not now.get("answer_tokens"):
+        return None
+    rate = wrote[-1]["answers_tokens_generated"] / wrote[-1]["seconds_answers"]
+    return Answers(tokens_per_sample=Range.of(now["answer_tokens"] / now["samples"]), tokens_per_second=Range.of(rate))
+
+
+def _extract(runs: list[dict], prepares: list[dict], logs: Path) -> Extract:
+    """From the last run that computed tokens: a run that reused every shard says nothing about speed. Where the verifier wrote the
+    answers, its session in prepare has computed the states too."""
     computed = [r for r in runs if r.get("tokens_computed")]
+    sessions = [r for r in prepares if r.get("tokens_computed") and r.get("seconds_extract")]
+    if sessions and (not computed or str(sessions[-1].get("finished_at")) > str(computed[-1].get("finished_at"))):
+        run = sessions[-1]
+        return Extract(
+            seconds_load=Range.of(float(run.get("seconds_load_engine") or 0.0)),
+            seconds_start=Range(0.0, float(run.get("seconds_load_engine") or 0.0)),  # not known: all of it, or nothing
+            seconds_other=_middle([r for r in runs if not r.get("tokens_computed")]),
+            tokens_per_second=Range.of(run["tokens_computed"] / run["seconds_extract"]),
+        )
     if not computed:
         raise UserError(
             f"{logs}: every recorded extract run reused finished shards, so none measured the speed: run `dvc repro` once with "
@@ -390,6 +452,7 @@ def _extract(runs: list[dict], logs: Path) -> Extract:
     load = float(run.get("seconds_load") or 0.0)
     return Extract(
         seconds_load=Range.of(load),
+        seconds_start=Range(0.0, load),  # not known: all of it, or nothing
         seconds_other=Range.of(max(0.0, seconds - load - working)),
         tokens_per_second=Range.of(_required(run, "tokens_computed", where) / working),
     )
@@ -400,21 +463,68 @@ def _train(runs: list[dict], now: dict, params, logs: Path) -> Train:
     stepped = [r for r in runs if r.get("steps_per_second") and r.get("steps_computed", 1)]
     where = logs / "train.json"
     rate = _required(stepped[-1] if stepped else {}, "steps_per_second", where)
+    steps_now = int(_required(now, "steps", logs.parent / "metrics" / "train.json"))
+    common = {
+        "steps": steps_now,
+        "steps_per_second": Range.of(rate),
+        "steps_fixed": params.train.max_steps is not None,
+        "epochs": params.train.epochs,
+    }
+    if "seconds_validation" in stepped[-1]:
+        apart = ("seconds", "seconds_validation", "seconds_checkpoints")
+        fixed = statistics.median(
+            max(0.0, _seconds(r) - sum(float(r[k]) for k in apart)) for r in stepped if "seconds_validation" in r
+        )
+        whole = steps_now / (stepped[-1].get("steps_computed") or steps_now)  # a continued run took part of the steps
+        saving = stepped[-1]["seconds_checkpoints"] * whole
+        return Train(
+            **common,
+            seconds_outside=Range.of(fixed + saving),
+            fixed_share=Range.of(fixed / (fixed + saving) if fixed + saving else 1.0),
+            seconds_validation=Range.of(stepped[-1]["seconds_validation"] * whole),
+            validation_samples=int(now.get("heldout_samples", 0)),
+            validation_samples_most=params.train.eval_samples,
+            validations_fixed=params.train.eval_every is None,
+        )
     outside = []
     for r in stepped:
         steps = r.get("steps_computed") or (r.get("metrics") or now).get("steps", 0)
         outside.append((float(steps), max(0.0, _seconds(r) - steps / r["steps_per_second"])))
-    seconds, share = _growth(outside)
+    seconds, share = _growth(stepped, outside)
     if share.low == 0 and share.high == 1 and params.train.eval_every is None:
         # validation then happens ten times whatever the number of steps, on at most eval_samples samples
         share = Range(0.5, 1.0)
-    return Train(
-        steps=int(_required(now, "steps", logs.parent / "metrics" / "train.json")),
-        steps_per_second=Range.of(rate),
-        seconds_outside=seconds,
-        fixed_share=share,
-        steps_fixed=params.train.max_steps is not None,
-        epochs=params.train.epochs,
+    return Train(**common, seconds_outside=seconds, fixed_share=share)
+
+
+def _serving(runs: list[dict], tensor_parallel_size: int) -> Serving | None:
+    """From the last evaluate run that decoded in an engine, one sequence at a time on one GPU: with several, nobody has measured
+    how much of a step is all-reduce. What a round costs follows from acceptance length and speed-up."""
+    found = [e for r in runs if (e := r.get("engine")) and e.get("batch_size") == 1 and e.get("speedup")]
+    if not found or tensor_parallel_size > 1:
+        return None
+    e = found[-1]
+    round_cost = e["acceptance_length"] / e["speedup"]
+    return Serving(
+        baseline_tokens_per_second=e["baseline_tokens_per_second"],
+        kernel_floor_seconds=Range(0.0, 1 / e["baseline_tokens_per_second"]),  # not known: nothing, or the whole step
+        acceptance_length=Range.of(e["acceptance_length"]),
+        draft_tokens=e["draft_tokens"],
+        draft_cost=Range.of(max(0.0, round_cost - 1) / e["draft_tokens"]),
+    )
+
+
+def _unmeasured(m: Measurement, params) -> Measurement:
+    """What logs do not say and scaling to another machine needs, as ranges that hold all that is likely."""
+    several = params.extract.tensor_parallel_size > 1
+    share = Range(0.0, 0.6) if several else ZERO  # 0.6: all-reduce over PCIe at its worst
+    launch = Range(0.0, min(0.02, 1 / m.train.steps_per_second.high))
+    return m.model_copy(
+        update={
+            "extract": m.extract.model_copy(update={"allreduce_share": share}),
+            "answers": m.answers.model_copy(update={"allreduce_share": share}) if m.answers else None,
+            "train": m.train.model_copy(update={"overhead_seconds_per_step": launch}),
+        }
     )
 
 
@@ -434,20 +544,28 @@ def from_logs(logs: Path) -> Measurement:
             )
     where = root / "metrics" / "extract.json"
     samples = int(_required(metrics["extract"], "samples", where))
-    return Measurement(
+    measured = Measurement(
         name=logs.resolve().parent.name,
         description=f"{samples:,} samples on this machine",
         hardware=_profile_of(runs["train"][-1]),
         samples=samples,
         tokens=int(_required(metrics["extract"], "tokens", where)),
         bytes_per_token=_required(metrics["extract"], "bytes_per_token", where),
+        verifier_bytes=_verifier_bytes(root, params),
+        drafter_parameters=next(
+            (float(r["drafter_parameters"]) for r in runs["train"][::-1] if "drafter_parameters" in r), 0.0
+        ),
+        repeat=REPEAT,
         push_while_extracting=params.extract.push_while_extracting,
         acceptance_length=metrics["evaluate"].get("acceptance_length"),
         versions=runs["train"][-1].get("versions") or {},
         verifier=Fixed(seconds_fixed=_middle(runs["verifier"])),
-        prepare=_prepare(runs["prepare"], metrics["prepare"]),
-        extract=_extract(runs["extract"], logs),
+        prepare=_prepare([_without_answers(r) for r in runs["prepare"]], metrics["prepare"]),
+        answers=_answers(runs["prepare"], metrics["prepare"]) if params.prepare.responses == "verifier" else None,
+        extract=_extract(runs["extract"], runs["prepare"], logs),
         train=_train(runs["train"], metrics["train"], params, logs),
         export=Fixed(seconds_fixed=_middle(runs["export"])),
         evaluate=_evaluate(runs["evaluate"], metrics["evaluate"], params.evaluate.samples),
+        serving=_serving(runs["evaluate"], params.extract.tensor_parallel_size),
     )
+    return _unmeasured(measured, params)

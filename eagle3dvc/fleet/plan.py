@@ -6,13 +6,15 @@ steps or not at all, and on other hardware is multiplied by the ratio of the one
 
 from __future__ import annotations
 
+import datetime
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagle3dvc.errors import UserError
 from eagle3dvc.fleet.measurement import ZERO, Hardware, Measurement, Range, Serving
 
 KNOWN_RUN = "kimi-k2.5-local"
+LOAD = "load the verifier"
 HOUR = 3600.0
 ONE = Range(1.0, 1.0)
 # float32 master weights, gradients and two AdamW moments, and a bfloat16 copy for the forward pass
@@ -45,9 +47,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for `samples` samples; `hours` and `cost` are of the critical path, set-up to last byte pushed."""
+    """A plan for `samples` samples, `have` of which have their hidden states; `hours` and `cost` are of the critical path, set-up to
+    last byte pushed. `estimated`: the day of the hardware profile's rates and prices, None where they are no estimates."""
 
     samples: int
+    have: int
     tokens: int
     steps: int
     measurement: str
@@ -59,6 +63,7 @@ class Plan:
     push_seconds: Range | None
     memory: list[Memory]
     price_per_hour: Range | None
+    estimated: datetime.date | None = None
 
     @property
     def seconds(self) -> Range:
@@ -83,6 +88,7 @@ class Plan:
     def as_dict(self) -> dict:
         return {
             "samples": self.samples,
+            "have": self.have,
             "tokens": self.tokens,
             "steps": self.steps,
             "measurement": self.measurement,
@@ -91,6 +97,7 @@ class Plan:
             "seconds": _round(self.seconds),
             "cost": _round(self.cost),
             "price_per_hour": _round(self.price_per_hour),
+            "hardware_estimated_on": self.estimated.isoformat() if self.estimated else None,
             "stages": {stage: _round(seconds) for stage, seconds in self.stage_seconds().items()},
             "lines": [
                 {
@@ -178,12 +185,12 @@ def _load_line(m: Measurement, target: Hardware | None, ratios: Ratios) -> Line:
     """Start-up stays; reading the checkpoint goes at the target's disk rate, or by the disks' ratio when its size is unknown."""
     e = m.extract
     if ratios.same:
-        return Line("extract", "load the verifier", e.seconds_load, "measured")
+        return Line("extract", LOAD, e.seconds_load, "measured")
     if m.verifier_bytes:
         seconds = e.seconds_start + Range.of(m.verifier_bytes / 1e9) / target.disk_read_gb_s
-        return Line("extract", "load the verifier", seconds, "verifier bytes, disk read, fixed start")
+        return Line("extract", LOAD, seconds, "verifier bytes, disk read, fixed start")
     seconds = e.seconds_start + e.seconds_load.minus(e.seconds_start) * ratios.disk_read
-    return Line("extract", "load the verifier", seconds, "disk read ratio, fixed start")
+    return Line("extract", LOAD, seconds, "disk read ratio, fixed start")
 
 
 def _scaled(measured: Range, ratios: Ratios, ratio: Range, scaling: Range, share: Range, allreduce: Range) -> Range:
@@ -195,6 +202,7 @@ def _scaled(measured: Range, ratios: Ratios, ratio: Range, scaling: Range, share
 
 
 def _answer_lines(m: Measurement, target: Hardware | None, ratios: Ratios, new_samples: int) -> list[Line]:
+    """The verifier loads once: what writes the answers computes their hidden states before it ends."""
     a = m.answers
     if a is None:
         raise UserError(f"{m.name} has no `answers:` block, so the time of writing answers is unknown: leave --answers out")
@@ -202,7 +210,7 @@ def _answer_lines(m: Measurement, target: Hardware | None, ratios: Ratios, new_s
     seconds = _scaled(measured, ratios, ratios.memory, a.scaling, a.allreduce_share, ratios.latency)
     load = _load_line(m, target, ratios)
     return [
-        Line("prepare", load.what, load.seconds, load.hangs_on),
+        replace(load, stage="prepare"),
         Line("prepare", "answers by the verifier", seconds, "answer tokens, memory bandwidth, all-reduce latency"),
     ]
 
@@ -231,7 +239,7 @@ def _extract_lines(m: Measurement, target: Hardware | None, ratios: Ratios, toke
 
 
 def _train_lines(
-    m: Measurement, target: Hardware | None, ratios: Ratios, steps: int, new_bytes: float, packed: float
+    m: Measurement, target: Hardware | None, ratios: Ratios, steps: int, new_bytes: float, packed: float, growth: float
 ) -> list[Line]:
     """Steps at the measured rate. `packed` times the tokens in a step cost 1 to `packed` times the time: the optimizer's memory
     traffic stays, the matrix products grow, and nobody has measured which is larger.
@@ -252,19 +260,30 @@ def _train_lines(
         if read.high > seconds.high:
             bound = "disk read"
         seconds = seconds.at_least(read)
-    outside = _grow(t.seconds_outside, t.fixed_share, steps * packed / t.steps)
+    grown = steps * packed / t.steps
+    outside = _grow(t.seconds_outside, t.fixed_share, grown)
+    lines = [Line("train", "optimizer steps", seconds, bound)]
+    if not t.seconds_validation.high:
+        return [*lines, Line("train", "start, validation, checkpoints", outside, "fixed, number of validations")]
+    walked = _at_most(t.validation_samples, growth, t.validation_samples_most) * (1.0 if t.validations_fixed else grown)
     return [
-        Line("train", "optimizer steps", seconds, bound),
-        Line("train", "start, validation, checkpoints", outside, "fixed, number of validations"),
+        *lines,
+        Line("train", "validation walks", t.seconds_validation * walked, "held-out samples, train.eval_samples and eval_every"),
+        Line("train", "start, checkpoints", outside, "fixed, steps"),
     ]
+
+
+def _at_most(samples: int, growth: float, most: int | None) -> float:
+    """How many times as many of `samples` there are when the data grow and no more than `most` are taken."""
+    grown = samples * growth
+    if most is not None:
+        grown = min(grown, max(most, samples))
+    return grown / samples if samples else 1.0
 
 
 def _evaluate_line(m: Measurement, growth: float) -> Line:
     e = m.evaluate
-    samples = e.samples * growth
-    if e.samples_most is not None:
-        samples = min(samples, max(e.samples_most, e.samples))
-    ratio = samples / e.samples if e.samples else 1.0
+    ratio = _at_most(e.samples, growth, e.samples_most)
     return Line("evaluate", "acceptance walk", _grow(e.seconds, e.fixed_share, ratio), "held-out samples, evaluate.samples")
 
 
@@ -335,23 +354,29 @@ def make(
     network = Range.of(bandwidth_gb_s) if bandwidth_gb_s else (target.network_gb_s if target else None)
 
     extract = _extract_lines(m, target, ratios, new_tokens, new_bytes)
-    train = _train_lines(m, target, ratios, steps, hidden, packed)
-    beside = sum((line.seconds for line in extract[1:] + train), ZERO)
+    answering = _answer_lines(m, target, ratios, samples - have) if answers and samples > have else []
+    if answering:
+        states = next(line for line in extract if line.what == "hidden states")
+        answering.append(replace(states, stage="prepare"))
+        extract = [Line("extract", "find finished shards", m.extract.seconds_other, "fixed")]
+    train = _train_lines(m, target, ratios, steps, hidden, packed, growth)
+    beside = sum((line.seconds for line in [*answering[2:], *extract, *train] if line.what != LOAD), ZERO)
     push = Range.of(new_bytes / 1e9) / network if network else None
     lines = [
         *(_node_lines(m, network) if target else []),
         *([] if have else [Line("verifier", "identity, head weights", m.verifier.seconds_fixed, "fixed")]),
         Line("prepare", "prompts and masks", _grow(m.prepare.seconds, m.prepare.fixed_share, growth), "samples"),
-        *(_answer_lines(m, target, ratios, max(0, samples - have)) if answers else []),
+        *answering,
         *extract,
         *train,
         Line("export", "layouts and self-check", m.export.seconds_fixed, "fixed"),
         _evaluate_line(m, growth),
-        *_push_lines(m, push, beside),
     ]
+    lines = [replace(line, seconds=line.seconds * m.repeat) for line in lines] + _push_lines(m, push, beside)
     checkpoints = m.drafter_parameters * CHECKPOINT_BYTES_PER_PARAMETER
     return Plan(
         samples=samples,
+        have=min(have, samples),
         tokens=round(tokens),
         steps=steps,
         measurement=m.name,
@@ -363,6 +388,7 @@ def make(
         push_seconds=push,
         memory=_memory(m, target),
         price_per_hour=target.price_per_hour if target else None,
+        estimated=target.as_of if target else None,
     )
 
 
@@ -471,6 +497,8 @@ def describe(plan: Plan, m: Measurement, largest: dict[str, int] | None, project
     on = f" on {plan.hardware}" if plan.hardware else " on the machine measured"
     lines = [f"{plan.samples:,} samples, {plan.tokens:,} tokens, {plan.steps:,} training steps{on}"]
     lines.append(f"measured: {m.name} ({m.samples:,} samples{f' on {m.hardware}' if m.hardware else ''})")
+    if plan.have:
+        lines.append(f"{plan.have:,} of the samples have their hidden states already (--have 0 plans from nothing)")
     lines.append("")
     for line in plan.lines:
         beside = " (runs beside)" if line.beside else ""
@@ -487,6 +515,10 @@ def describe(plan: Plan, m: Measurement, largest: dict[str, int] | None, project
     for memory in plan.memory:
         need = spread(memory.need_gb, lambda v: f"{v:.0f} GB")
         lines.append(f"memory: {memory.what}: {need} of {memory.have_gb:.0f} GB, {'fits' if memory.fits else 'DOES NOT FIT'}")
+    if plan.estimated:
+        lines.append(
+            f"rates and prices of {plan.hardware} are estimates of {plan.estimated}: put what you are offered into a copy"
+        )
     if largest is not None:
         lines.append(f"largest run within the limits: {largest['sure']:,} samples for sure, {largest['at_best']:,} at best")
     if projection is not None:

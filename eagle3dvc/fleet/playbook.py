@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3dvc import profiles
-from eagle3dvc.errors import UserError
+from eagle3dvc.errors import UserError, yaml_problem
 from eagle3dvc.fleet import measurement as measurements
 from eagle3dvc.fleet import plan as plans
 from eagle3dvc.fleet.measurement import Range
@@ -62,7 +62,7 @@ def learnings(path: Path = LEARNINGS) -> list[Learning]:
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except YAMLError as e:
-        raise UserError(f"{path} is not valid YAML: {str(e).splitlines()[0]}") from None
+        raise UserError(f"{path} is not valid YAML: {yaml_problem(e)}") from None
     except ValidationError as e:
         err = e.errors()[0]
         where = " ".join(f"{p + 1}" if isinstance(p, int) else str(p) for p in err["loc"][1:])
@@ -102,7 +102,16 @@ def render(inputs: Inputs) -> str:
         return plans.make(m, samples, source, target)
 
     def as_set(samples: int) -> plans.Plan:
-        return plans.make(m, samples, source, target, None, 0, answers, params.train.tokens_per_batch)
+        return plans.make(
+            m,
+            samples,
+            source,
+            target,
+            None,
+            0,
+            answers,
+            params.train.tokens_per_batch * params.train.gradient_accumulation_steps,
+        )
 
     hero = as_set(params.max_samples)
     price = target.price_per_hour

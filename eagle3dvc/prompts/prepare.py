@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -46,13 +47,25 @@ def build(
     unfinished = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
     sources = open_sources(params)
-    renderer = cache(lambda: load_renderer(params, verifier))  # when a row needs it: unreadable files say so within a second
+    log = {} if log is None else log
+
+    @cache  # when a row needs it: unreadable files say so within a second
+    def renderer() -> Renderer:
+        began = time.monotonic()
+        made = load_renderer(params, verifier)
+        log["seconds_tokenizer"] = round(time.monotonic() - began, 3)
+        return made
+
     unfinished.mkdir(parents=True)
     try:
-        with _responder(params, verifier, renderer, {} if log is None else log, out) as responder:
+        with _responder(params, verifier, renderer, log, out) as responder:
             run = _Run(params, renderer, unfinished, notice, responder)
+            began, before = time.monotonic(), log.get("seconds_tokenizer", 0.0)
             run.take_all(sources)
             metrics = run.finish(Path(verifier))
+            apart = sum(log.get(f"seconds_{k}", 0.0) for k in ("tokenizer", "load_engine", "answers")) - before
+            # what more samples add to, less what is fixed or has a rate of its own; `plan` reads it
+            log["seconds_growing"] = round(max(0.0, time.monotonic() - began - apart), 3)
             if responder is not None:
                 responder.save(unfinished)
             shutil.rmtree(out, ignore_errors=True)
@@ -93,11 +106,13 @@ class _Run:
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.by_source: dict[str, Counter[str]] = {}
+        self.revisions: dict[str, str] = {}  # commits of the Hub datasets
         self.first_rejected: str | None = None
 
     def take_all(self, sources) -> None:
         endless = any(source.endless for source in sources)
         self.by_source = {source.name: Counter() for source in sources}
+        self.revisions = {source.name: source.revision for source in sources if source.revision}
         for source in sources:
             self.by_source[source.name].update(samples=0)
             if source.note:
@@ -205,6 +220,7 @@ class _Run:
             **{key: self.counts[key] for key in ("duplicates", "truncated", "unsupervised_turns")},
             "missing_samples": missing,
             "by_source": {name: dict(sorted(c.items())) for name, c in self.by_source.items()},
+            **({"revisions": self.revisions} if self.revisions else {}),
             **(self.responder.counts if self.responder else {}),
         }
         manifest = {

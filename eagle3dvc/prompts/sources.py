@@ -42,7 +42,8 @@ class Row:
 class OpenSource:
     """A source that exists; `rows()` reads it from its start. An endless source never runs out of rows.
 
-    `note` is what the user should hear of it, though it is no error.
+    `note` is what the user should hear of it, though it is no error. `revision`: the commit of a Hub dataset, None where there is
+    none or it is not known.
     """
 
     name: str
@@ -50,6 +51,7 @@ class OpenSource:
     weight: float
     endless: bool = False
     note: str | None = None
+    revision: str | None = None
 
 
 def open_sources(params: Params) -> list[OpenSource]:
@@ -318,6 +320,22 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, str, Any]]:
 # --- Hugging Face datasets
 
 
+def commit_of(source: Source) -> str | None:
+    """The commit that a Hub dataset's revision (default: its main branch) stands for now; None for a folder and where the Hub
+    cannot be asked: `datasets` may still have a copy, and if not, says why.
+    """
+    if source.revision is not None and re.fullmatch("[0-9a-f]{40}", source.revision):
+        return source.revision
+    if Path(source.path).exists():
+        return None
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(source.path, revision=source.revision).sha
+    except Exception:  # offline, no such dataset, no access: a dozen kinds
+        return None
+
+
 def hub_source(source: Source, parameter: str = "prepare.sources") -> OpenSource:
     """A dataset read through `datasets` (an id, or a local folder in the Hub's layout).
 
@@ -326,9 +344,10 @@ def hub_source(source: Source, parameter: str = "prepare.sources") -> OpenSource
     import datasets
 
     label = " ".join(filter(None, (source.path, source.config, f"split {source.split}")))
+    commit = commit_of(source)
     try:
         dataset = datasets.load_dataset(
-            source.path, source.config, split=source.split, revision=source.revision, streaming=source.streaming
+            source.path, source.config, split=source.split, revision=commit or source.revision, streaming=source.streaming
         )
     except Exception as e:  # datasets raises errors of a dozen kinds; each has a message worth showing
         text = " ".join(str(e).split())[:300]
@@ -361,5 +380,8 @@ def hub_source(source: Source, parameter: str = "prepare.sources") -> OpenSource
         if not n:
             raise UserError(f"{parameter}: the dataset {label} is empty: it holds no row")
 
-    note = f"the dataset {label} has no revision in {parameter}: what it holds may change" if source.revision is None else None
-    return OpenSource(name, rows, source.weight, note=note)
+    note = None
+    if source.revision is None:
+        now = f"; it is at {commit} now, set `revision` to that" if commit else ""
+        note = f"the dataset {label} has no revision in {parameter}: what it holds may change{now}"
+    return OpenSource(name, rows, source.weight, note=note, revision=commit)

@@ -79,7 +79,7 @@ def test_metrics_are_the_walk_of_the_export(trained, run):
     assert low < metrics["acceptance_length"] < high
     assert metrics["by_source"].keys() == {"source-0", "source-1"}
     assert sum(s["drafts"] for s in metrics["by_source"].values()) == metrics["drafts"]
-    assert log == {}, "no engine was asked for"
+    assert log.keys() == {"seconds_growing"}, "no engine was asked for"
     assert json.loads(json.dumps(metrics)) == metrics
     assert run()[0] == metrics, "the same inputs give the same numbers"
 

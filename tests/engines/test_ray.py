@@ -108,6 +108,20 @@ def test_an_engine_that_cannot_load_says_why(world):  # before `pair` holds the 
         engines.make(params.model_copy(update={"extract": extract}), info, IDS)
 
 
+def test_every_engine_is_closed(world, tmp_path, monkeypatch):
+    """Not only its process killed: vLLM has processes of its own."""
+    from eagle3dvc.engines import ray as module
+
+    class Noting(module.Worker):
+        def close(self):
+            super().close()
+            (tmp_path / str(self.number)).touch()
+
+    monkeypatch.setattr(module, "Worker", Noting)
+    engines.make(*world[:2], IDS).close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
+
+
 def test_a_full_cluster_is_said_and_not_waited_for_for_ever(world, pair, monkeypatch):
     from eagle3dvc.engines import ray as module
 

@@ -233,6 +233,29 @@ def test_missing_shard_of_a_local_verifier(repo, tmp_path):
     assert level == "failure" and "model-00002-of-00002.safetensors" in text
 
 
+def test_a_hub_verifier_that_is_downloaded_in_part(repo, tmp_path, monkeypatch):
+    import shutil
+
+    from huggingface_hub import constants
+
+    commit = "a" * 40
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    shutil.rmtree("data/verifier")
+    params(verifier={"model": "some/model", "revision": commit})
+    assert worst("verifier")[0] == "warning"
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = dict(zip(WEIGHTS, [names[0], names[1], names[1]], strict=True))
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (snapshot / names[0]).touch()
+    level, text = worst("verifier")
+    assert level == "warning" and f"1 of 3 files are not downloaded yet, first {names[1]}" in text
+    (snapshot / names[1]).touch()
+    assert worst("verifier")[0] == "ok"
+
+
 def test_unknown_verifier(repo):
     Path("data/verifier/verifier.json").unlink()
     params(verifier={"model": "../nowhere/at all"})

@@ -131,6 +131,8 @@ def test_serving_projection():
 def test_built_in_profiles(name):
     profile = M.hardware(name)
     assert profile.name == name and profile.gpus == 8
+    assert profile.as_of is not None, "prices from memory say so"
+    assert f"estimates of {profile.as_of}" in "".join(P.describe(P.make(KIMI, 10, LOCAL, profile), KIMI, None, None))
     assert P.make(KIMI, 50_000, LOCAL, profile).hours.low > 0
 
 
@@ -175,8 +177,8 @@ def test_unknown_names_suggest_the_nearest():
 
 
 # ------------------------------------------------------------------------------------------------------------ from logs
-def run(root, samples, tokens_computed, seconds):
-    """The logs and metrics of one `dvc repro`, as the stages write them; `seconds` by stage."""
+def run(root, samples, tokens_computed, seconds, more=None):
+    """The logs and metrics of one `dvc repro`, as the stages write them; `seconds` by stage, `more` of the log by stage."""
     logs, metrics = root / "logs", root / "metrics"
     logs.mkdir(exist_ok=True)
     metrics.mkdir(exist_ok=True)
@@ -203,11 +205,19 @@ def run(root, samples, tokens_computed, seconds):
             "hardware": {"cpus": 2, "gpus": []},
             "metrics": metric,
             **log,
+            **(more or {}).get(stage, {}),
         }
         (logs / f"{stage}.json").write_text(json.dumps(entry))
         (metrics / f"{stage}.json").write_text(json.dumps(metric))
         with open(logs / "history.jsonl", "a") as f:
             f.write(json.dumps(entry) + "\n")
+
+
+def own(project):
+    """What the logs measured, without the spread between two runs of the same."""
+    m = M.measurement(str(project / "logs"))
+    assert m.repeat == M.REPEAT
+    return m.model_copy(update={"repeat": Range.of(1)})
 
 
 def times(samples, computed):
@@ -230,7 +240,7 @@ def project(tmp_path):
 
 def test_plan_from_own_logs_within_30_percent_at_four_times(project):
     run(project, 1000, 40_000, times(1000, 40_000))
-    plan = P.make(M.measurement(str(project / "logs")), 4000)
+    plan = P.make(own(project), 4000)
     truth = times(4000, 160_000)
     total = sum(truth.values())
     assert plan.seconds.low <= total <= plan.seconds.high
@@ -245,14 +255,100 @@ def test_plan_from_own_logs_within_30_percent_at_four_times(project):
 def test_two_sizes_separate_fixed_from_growing_costs(project):
     run(project, 500, 20_000, times(500, 20_000))
     run(project, 1000, 20_000, times(1000, 20_000))
-    plan = P.make(M.measurement(str(project / "logs")), 4000)
+    plan = P.make(own(project), 4000)
     for stage, seconds in times(4000, 160_000).items():
         assert plan.stage_seconds()[stage].pair() == pytest.approx([seconds] * 2), stage
 
 
+def recorded(samples, computed):
+    """What the stages log of their own parts on the machine of `times`: one run is enough to tell fixed from growing."""
+    steps, walks = samples // 10, 11 * min(64, samples // 10) * 0.01
+    return {
+        "prepare": {"seconds_growing": samples * 0.004},
+        "evaluate": {"seconds_growing": min(200, samples // 10) * 0.05},
+        "train": {
+            "seconds_validation": walks,
+            "seconds_checkpoints": steps * 0.02,
+            "seconds_stage": 10.0 + steps / 4.0 + walks + steps * 0.02,
+        },
+    }
+
+
+@pytest.mark.parametrize("samples", [300, 1000])
+def test_one_run_that_logged_its_parts_gives_the_time_of_four_times_the_samples(project, samples):
+    """300 samples have 30 held out, 1,200 have 120: the walks grow up to train.eval_samples, evaluation up to its own limit."""
+    run(project, samples, 40 * samples, times(samples, 40 * samples), recorded(samples, 40 * samples))
+    metric = project / "metrics" / "train.json"
+    metric.write_text(json.dumps({**json.loads(metric.read_text()), "heldout_samples": min(64, samples // 10)}))
+    plan = P.make(own(project), 4 * samples, have=samples)
+    truth = times(4 * samples, 3 * 40 * samples)
+    truth["train"] = recorded(4 * samples, 0)["train"]["seconds_stage"]
+    del truth["verifier"]
+    for stage, seconds in truth.items():
+        assert plan.stage_seconds()[stage].pair() == pytest.approx([seconds] * 2), stage
+
+
+def test_a_cold_start_does_not_count_as_the_usual_fixed_cost(project):
+    for start in (2.0, 30.0, 2.5):
+        run(
+            project,
+            1000,
+            40_000,
+            {**times(1000, 40_000), "prepare": start + 4.0},
+            {**recorded(1000, 40_000), "prepare": {"seconds_growing": 4.0}},
+        )
+    plan = P.make(own(project), 2000)
+    assert plan.stage_seconds()["prepare"].low == pytest.approx(2.5 + 8.0)
+
+
+def test_logs_of_a_run_whose_verifier_wrote_the_answers(project):
+    """It computes the states in the same session, so extract found every shard; the plan loads the verifier once."""
+    (project / "params.yaml").write_text("max_samples: 1000\nseed: 0\nprepare:\n  responses: verifier\n")
+    session = {
+        "seconds_stage": 3.0 + 4.0 + 7.0 + 50.0 + 20.0,
+        "seconds_growing": 4.0,
+        "seconds_load_engine": 7.0,
+        "seconds_answers": 50.0,
+        "answers_tokens_generated": 30_000,
+        "seconds_extract": 20.0,
+        "tokens_computed": 40_000,
+    }
+    run(
+        project,
+        1000,
+        0,
+        {**times(1000, 0), "extract": 1.5},
+        {"prepare": session, "extract": {"seconds_load": None, "seconds_extract": None}},
+    )
+    metric = project / "metrics" / "prepare.json"
+    metric.write_text(json.dumps({**json.loads(metric.read_text()), "answer_tokens": 30_000}))
+    args = ["plan", "--samples", "4000", "--from", str(project / "logs"), "--json"]
+    data = json.loads(CliRunner().invoke(app, args, catch_exceptions=False).stdout)
+    assert data["have"] == 1000
+    prepare = 3.0 + 16.0 + 7.0 + 150.0 + 60.0
+    assert data["stages"]["prepare"] == pytest.approx([0.85 * prepare, 1.15 * prepare], abs=0.05)
+    assert data["stages"]["extract"] == pytest.approx([0.85 * 1.5, 1.15 * 1.5], abs=0.01)
+    assert [line["what"] for line in data["lines"]].count("load the verifier") == 1
+
+
+def test_a_plan_from_own_logs_counts_what_is_here_already(project):
+    run(project, 1000, 40_000, times(1000, 40_000))
+
+    def planned(*more):
+        args = ["plan", "--samples", "4000", "--from", str(project / "logs"), "--json", *more]
+        return json.loads(CliRunner().invoke(app, args, catch_exceptions=False).stdout)
+
+    assert planned()["have"] == 1000 and planned("--have", "0")["have"] == 0
+    assert sum(planned()["stages"]["extract"]) / 2 == pytest.approx(times(4000, 120_000)["extract"], abs=0.01)
+    assert "verifier" in planned("--have", "0")["stages"] and "verifier" not in planned()["stages"]
+    M.save(M.measurement(str(project / "logs")), project / "mine.yaml")  # the cache of another machine
+    args = ["plan", "--samples", "4000", "--from", str(project / "mine.yaml"), "--json"]
+    assert json.loads(CliRunner().invoke(app, args, catch_exceptions=False).stdout)["have"] == 0
+
+
 def test_growing_on_the_same_machine_counts_only_new_samples(project):
     run(project, 1000, 40_000, times(1000, 40_000))
-    plan = P.make(M.measurement(str(project / "logs")), 4000, have=1000)
+    plan = P.make(own(project), 4000, have=1000)
     truth = times(4000, 120_000)
     assert plan.stage_seconds()["extract"].low == pytest.approx(truth["extract"])
     assert "verifier" not in plan.stage_seconds()
@@ -286,7 +382,7 @@ def test_unfinished_or_damaged_logs_are_refused(project):
 def test_cpu_logs_cannot_be_scaled_to_a_gpu_machine(project):
     run(project, 1000, 40_000, times(1000, 40_000))
     with pytest.raises(UserError, match="leave --hardware out"):
-        P.make(M.measurement(str(project / "logs")), 4000, None, B300)
+        P.make(own(project), 4000, None, B300)
 
 
 def test_saved_measurement_gives_the_same_plan(project):
@@ -298,12 +394,53 @@ def test_saved_measurement_gives_the_same_plan(project):
 
 
 def test_gpu_logs_are_matched_to_their_profile(project):
-    run(project, 1000, 40_000, times(1000, 40_000))
+    """And a plan for another machine says whether verifier and drafter fit its GPUs."""
+    (project / "data" / "verifier").mkdir(parents=True)
+    with open(project / "data" / "verifier" / "model.safetensors", "wb") as f:
+        f.truncate(100 * 10**9)  # sparse
+    run(project, 1000, 40_000, times(1000, 40_000), {"train": {"drafter_parameters": 10**9}})
     path = project / "logs" / "train.json"
     entry = json.loads(path.read_text())
     entry["hardware"]["gpus"] = [{"name": "NVIDIA RTX PRO 6000 Blackwell Server Edition", "memory_bytes": 1}] * 8
     path.write_text(json.dumps(entry))
-    assert M.measurement(str(project / "logs")).hardware == "rtxpro6000x8"
+    m = own(project)
+    assert m.hardware == "rtxpro6000x8"
+    plan = P.make(m, 4000, LOCAL, B300)
+    verifier, training = plan.memory
+    assert verifier.need_gb == Range(100 / 8 + 3, 100 / 8 + 10) and training.need_gb == Range(18 + 4, 18 + 30)
+    assert verifier.fits and training.fits
+    # 5 s were measured, of which nobody knows what is start-up: the disk of the target gives the low end, all of it the high one
+    load = seconds_of(plan, "load the verifier")
+    assert load.pair() == pytest.approx([100 / 12, 5 + 100 / 4])
+
+
+def test_what_logs_do_not_say_is_a_range_on_other_hardware(project):
+    run(project, 1000, 40_000, times(1000, 40_000))
+    assert (alone := own(project)).extract.allreduce_share == Range.of(0)
+    (project / "params.yaml").write_text("max_samples: 1000\nseed: 0\nextract:\n  tensor_parallel_size: 8\n")
+    m = own(project)
+    assert P.make(m, 4000).as_dict() == P.make(alone, 4000).as_dict(), "nothing is scaled on the machine itself"
+    states = {k: seconds_of(P.make(v, 4000, LOCAL, B300), "hidden states") for k, v in (("alone", alone), ("several", m))}
+    assert states["several"].low < states["alone"].low and states["several"].high == states["alone"].high
+    steps = seconds_of(P.make(m, 4000, LOCAL, B300), "optimizer steps")
+    assert steps.high > 0.02 * 400, "launching the kernels of 400 steps does not get faster"
+
+
+def test_serving_from_an_engine_run(project):
+    engine = {
+        "batch_size": 1,
+        "speedup": 2.0,
+        "acceptance_length": 2.6,
+        "baseline_tokens_per_second": 50.0,
+        "draft_tokens": 3,
+    }
+    run(project, 1000, 40_000, times(1000, 40_000), {"evaluate": {"engine": engine}})
+    serving = M.measurement(str(project / "logs")).serving
+    assert P.serving(serving, LOCAL, LOCAL).with_drafter.pair() == pytest.approx([100.0, 100.0])
+    better = P.serving(serving, LOCAL, LOCAL, acceptance_length=Range.of(3.25))
+    assert better.with_drafter.pair() == pytest.approx([125.0, 125.0])
+    ratio = B300.memory_bandwidth_gb_s / LOCAL.memory_bandwidth_gb_s
+    assert P.serving(serving, LOCAL, B300).with_drafter.pair() == pytest.approx([100.0, 100.0 * ratio])
 
 
 # --------------------------------------------------------------------------------------------------------- command line

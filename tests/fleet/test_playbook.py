@@ -72,6 +72,16 @@ def test_own_measurement_and_hardware_are_remembered(project):
         playbook.check()
 
 
+def test_a_measurement_without_a_published_figure(project):
+    text = (M.MEASUREMENTS / "kimi-k2.5-local.yaml").read_text()
+    Path("mine.yaml").write_text("\n".join(x for x in text.splitlines() if "published_tokens_per_second" not in x))
+    playbook.write(measurement="mine.yaml")
+    document = Path("docs/hero-run.md").read_text()
+    assert "Measured acceptance lengths" in document and "acceptance length for" not in document
+    rows = document.split("| machine | tok/s without")[1].split("\n\n")[0].splitlines()
+    assert len(rows) == 4 and {row.count("|") for row in rows[1:]} == {5}
+
+
 def test_missing_document(project):
     Path("docs/hero-run.md").unlink()
     with pytest.raises(UserError, match="does not exist"):

@@ -2,6 +2,8 @@ import gzip
 import itertools
 import json
 import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 
 import pyarrow as pa
@@ -222,6 +224,59 @@ def test_datasets_give_rows_in_order(hub_folder, streaming):
     assert rows[3].where == f"{hub_folder} split train row 4"
     assert rows[0].source == "mine"
     assert opened.note.endswith("split train has no revision in prepare.sources: what it holds may change")
+
+
+@pytest.fixture
+def hub(hub_folder, monkeypatch):
+    """A server that answers as the Hub does when asked what a revision of the dataset `some/data` is; `load_dataset` reads a local
+    copy. Yields the revisions that were loaded."""
+    import datasets
+    import huggingface_hub
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            known = {"/api/datasets/some/data": "a" * 40, "/api/datasets/some/data/revision/v2": "b" * 40}
+            sha = known.get(self.path.split("?")[0])
+            body = json.dumps({"id": "some/data", "sha": sha} if sha else {"error": "no such thing"}).encode()
+            self.send_response(200 if sha else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(huggingface_hub.hf_api.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    loaded, load = [], datasets.load_dataset
+
+    def load_dataset(path, config, *, split, revision, streaming):
+        loaded.append(revision)
+        return load(str(hub_folder), config, split=split, streaming=streaming)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    yield loaded
+    server.shutdown()
+
+
+@pytest.mark.parametrize(("revision", "commit"), [(None, "a" * 40), ("v2", "b" * 40), ("c" * 40, "c" * 40), ("gone", None)])
+def test_a_dataset_is_read_at_the_commit_that_is_recorded(hub, revision, commit):
+    opened = sources.hub_source(Source(path="some/data", revision=revision))
+    assert opened.revision == commit
+    assert hub == [commit or revision]
+    assert (opened.note or "").endswith(f"it is at {commit} now, set `revision` to that") == (revision is None)
+
+
+def test_the_metrics_record_the_commit(hub, tmp_path, verifier, monkeypatch):
+    from eagle3dvc import prompts
+
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    asked = Params(max_samples=5, prepare={"sources": [{"path": "some/data", "name": "mine"}]})
+    metrics = prompts.build(asked, verifier, tmp_path / "out", notice=lambda text: None)
+    assert metrics["revisions"] == {"mine": "a" * 40}
 
 
 def test_dataset_errors_name_it(hub_folder):
