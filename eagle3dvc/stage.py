@@ -25,6 +25,8 @@ from eagle3dvc import params as params_module
 from eagle3dvc.errors import UserError
 from eagle3dvc.params import Params
 
+GRACE = 60  # seconds that saving may take after the parent's end
+
 
 class Interrupted(BaseException):
     """SIGTERM or SIGINT arrived; derives from BaseException so that no `except Exception` swallows it."""
@@ -102,14 +104,24 @@ class StageLog(dict):
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent (dvc) is killed; Linux only, elsewhere nothing happens."""
+    """Ask the kernel for a SIGTERM when the parent (dvc, torchrun) ends, so that this process saves and ends as well, and see to it
+    that it does not outlive the parent by more than GRACE seconds. Linux has the signal; elsewhere only the second half works."""
     import ctypes
+    import threading
 
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died in between
-            os.kill(os.getpid(), signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        time.sleep(GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _on_signal(signum, frame):

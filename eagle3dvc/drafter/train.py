@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -42,6 +43,8 @@ FORMAT = 1
 CURVES = "metrics/train_curves"
 # On matrices this narrow a second thread waits more than it computes (demo drafter: 114 CPU seconds with one, 300 with two)
 SMALL = 512
+# torchrun, which ends with the stage that started it: else its processes would keep the GPUs
+TORCHRUN = "from eagle3dvc import stage; stage.die_with_parent(); from torch.distributed.run import main; main()"
 # parameters that change how a run is carried out, not what it gives: they do not name another run
 HOW = {"gpus", "num_workers", "checkpoint_every", "verify_checksums", "loggers", "fsdp", "gradient_checkpointing", "compile"}
 HOW |= {"attention"}
@@ -98,11 +101,10 @@ def gpus(params: Params) -> int:
 
 def torchrun(params: Params, paths: dict[str, str], processes: int, log: Any) -> dict[str, Any]:
     """Run :func:`build` in `processes` processes of this machine; signals are passed on. Raises what rank 0 reported."""
-    job = stage.work_dir("train") / f"job-{os.getpid()}"
-    job.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix="eagle3dvc-train-") as folder:
+        job = Path(folder)
         stage.write_json(job / "job.json", {"params": params.model_dump(mode="json"), "paths": paths})
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc-per-node={processes}"]
         child = subprocess.Popen([*command, "-m", "eagle3dvc.drafter.train", str(job)])
         try:
             code = child.wait()
@@ -112,12 +114,10 @@ def torchrun(params: Params, paths: dict[str, str], processes: int, log: Any) ->
             raise
         result = job / "result.json"
         found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {"error": None}
-        if "error" in found:
-            raise UserError(found["error"] or f"torchrun ended with status {code} (its output is above)")
-        log.update(found["log"])
-        return found["metrics"]
-    finally:
-        shutil.rmtree(job, ignore_errors=True)
+    if "error" in found:
+        raise UserError(found["error"] or f"torchrun ended with status {code} (its output is above)")
+    log.update(found["log"])
+    return found["metrics"]
 
 
 def main() -> None:
@@ -140,6 +140,7 @@ def main() -> None:
 
 def join(params: Params, paths: dict[str, str], log: dict[str, Any]) -> dict[str, Any]:
     """Take part in a run that torchrun started, without writing what a stage writes."""
+    stage.die_with_parent()
     signal.signal(signal.SIGTERM, stage._on_signal)
     return build(params, log=log, **paths)
 
@@ -444,8 +445,8 @@ def _finish(params: Params, paths: dict[str, str], inputs: Inputs, trainer: Any)
         "draft_vocab_coverage_heldout": inputs.vocab.coverage(inputs.found.counts["heldout"]),
     }
     out = Path(paths["out"])
-    tmp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
+    tmp = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)  # of a run that was killed here
     tmp.mkdir(parents=True)
     try:
         draft = trainer.raw_model
