@@ -15,6 +15,7 @@ import os
 import platform
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -46,6 +47,16 @@ def work_dir(kind: str) -> Path:
     path = root() / ".dvc" / "tmp" / "eagle3dvc" / kind
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def commit_of(revision: str, repository: str | Path) -> str | None:
+    """The commit that a git revision or the name of a DVC experiment stands for; None where it is neither."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", str(repository), *args], capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    return commit or git("for-each-ref", "--count=1", "--format=%(objectname)", f"refs/exps/*/*/{revision}") or None
 
 
 def write_json(path: str | Path, data: Any) -> None:
