@@ -25,6 +25,7 @@ import numpy as np
 from eagle3dvc.drafter import layouts
 from eagle3dvc.errors import UserError
 from eagle3dvc.params import Params
+from eagle3dvc.stage import commit_of
 
 PLOTS = Path("plots/evaluate")
 EXPORT = "models/export"
@@ -74,19 +75,17 @@ def as_speculators(folder: Path, scratch: Path) -> Path:
 
 
 def baseline_folder(baseline: str, scratch: Path, repository: Path) -> Path:
-    """A drafter folder, or a git revision whose models/export is fetched from the DVC cache or remote. Raises UserError."""
+    """A drafter folder, or a git revision or experiment whose models/export is fetched from the DVC cache or remote. Raises UserError."""
     if Path(baseline).is_dir():
         return Path(baseline)
-    known = subprocess.run(
-        ["git", "-C", str(repository), "rev-parse", "--verify", "--quiet", f"{baseline}^{{commit}}"],
-        capture_output=True,
-        text=True,
-    )
-    if known.returncode:
-        raise UserError(f"evaluate.baseline = {baseline} is neither a folder nor a git revision of this repository")
+    commit = commit_of(baseline, repository)
+    if commit is None:
+        raise UserError(
+            f"evaluate.baseline = {baseline} is neither a folder nor a git revision or experiment of this repository"
+        )
     out = scratch / "baseline"
     done = subprocess.run(
-        [sys.executable, "-m", "dvc", "get", "-q", str(repository), EXPORT, "--rev", known.stdout.strip(), "-o", str(out)],
+        [sys.executable, "-m", "dvc", "get", "-q", str(repository), EXPORT, "--rev", commit, "-o", str(out)],
         capture_output=True,
         text=True,
     )

@@ -292,6 +292,8 @@ class Responder:
                     history.append(message)  # the tool's result that follows belongs to this very call
                 continue
             history.append(message)
+            if message["role"] == "system":
+                continue  # nothing has been asked yet
             if following in ("user", None) or (following == "assistant" and not self._calls_tool(script, i + 1)):
                 answer = yield from self._ask(self.renderer.prompt_ids(history, conversation.tools), turns)
                 if answer is None or not answer.ended:

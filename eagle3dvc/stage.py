@@ -15,6 +15,7 @@ import os
 import platform
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from typing import Any
 from eagle3dvc import params as params_module
 from eagle3dvc.errors import UserError
 from eagle3dvc.params import Params
+
+GRACE = 60  # seconds that saving may take after the parent's end
 
 
 class Interrupted(BaseException):
@@ -44,6 +47,16 @@ def work_dir(kind: str) -> Path:
     path = root() / ".dvc" / "tmp" / "eagle3dvc" / kind
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def commit_of(revision: str, repository: str | Path) -> str | None:
+    """The commit that a git revision or the name of a DVC experiment stands for; None where it is neither."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", str(repository), *args], capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    return commit or git("for-each-ref", "--count=1", "--format=%(objectname)", f"refs/exps/*/*/{revision}") or None
 
 
 def write_json(path: str | Path, data: Any) -> None:
@@ -111,14 +124,24 @@ def process_seconds() -> float:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent (dvc) is killed; Linux only, elsewhere nothing happens."""
+    """Ask the kernel for a SIGTERM when the parent (dvc, torchrun) ends, so that this process saves and ends as well, and see to it
+    that it does not outlive the parent by more than GRACE seconds. Linux has the signal; elsewhere only the second half works."""
     import ctypes
+    import threading
 
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died in between
-            os.kill(os.getpid(), signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        time.sleep(GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _on_signal(signum, frame):

@@ -258,7 +258,8 @@ def build(params: Params, out: str | Path = "data/verifier", progress=None) -> V
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out` that replaces it when the block ends well and vanishes when it does not."""
-    tmp = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    tmp = out.parent / f".{out.name}.tmp"
+    shutil.rmtree(tmp, ignore_errors=True)  # of a run that was killed here
     tmp.mkdir(parents=True)
     try:
         yield tmp

@@ -180,6 +180,16 @@ def test_the_prompt_of_the_second_turn_is_the_rendered_history(project):
         assert between.startswith("\n<|im_start|>user\nand ") and between.endswith("?<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_a_system_prompt_is_not_answered(project):
+    """Neither prepare.system_prompt nor a row's own: the first answer follows the first question."""
+    build(project(system_prompt="Be brief."))
+    tokenizer = load_tokenizer("data/verifier")
+    for sample in iter_samples("data/prompts"):
+        prompt = tokenizer.decode(sample.token_ids[: spans(sample)[0][0]].tolist())
+        assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nquestion ")
+        assert prompt.endswith("?<|im_end|>\n<|im_start|>assistant\n") and prompt.count("assistant") == 1
+
+
 def test_reasoning_removed_from_history_gives_two_samples(project, monkeypatch):
     """A template that shows the last answer whole and earlier ones without their thoughts."""
     template = Path("thinking.jinja")

@@ -246,8 +246,15 @@ def put_weights(model: Any, tensors: dict[str, torch.Tensor], where: str | Path)
         own[k].copy_(given[k].float())
 
 
+def own_embedding(tensors: dict[str, torch.Tensor], embed: torch.Tensor) -> torch.Tensor | None:
+    """The checkpoint's embedding where it is not the verifier's `embed` [vocabulary, hidden] (in the checkpoint's precision)."""
+    given = tensors.get("embed_tokens.weight")
+    return given if given is not None and not torch.equal(given.float(), embed.to(given.dtype).float()) else None
+
+
 def load(folder: str | Path, verifier_folder: str | Path = "data/verifier", attention: str = "sdpa"):
-    """A trained drafter (speculators layout) in float32 and eval mode, with the verifier's embedding and head from verifier_folder.
+    """A trained drafter (speculators layout) in float32 and eval mode, with the verifier's head from verifier_folder, and its
+    embedding where the checkpoint has none of its own.
 
     Raises UserError where the checkpoint is incomplete, damaged or of another verifier.
     """
@@ -269,6 +276,8 @@ def load(folder: str | Path, verifier_folder: str | Path = "data/verifier", atte
     model = instantiate(config, head, vocab_of(tensors, raw, folder), attention)
     with torch.no_grad():
         put_weights(model, tensors, folder)
+        if (embed := own_embedding(tensors, head.embed)) is not None:
+            model.embed_tokens.weight.copy_(embed)
     return model.eval()
 
 

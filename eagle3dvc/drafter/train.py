@@ -11,6 +11,7 @@ Everything resumable lies outside the outputs, see checkpoints.py. Several proce
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -42,6 +44,8 @@ FORMAT = 1
 CURVES = "metrics/train_curves"
 # On matrices this narrow a second thread waits more than it computes (demo drafter: 114 CPU seconds with one, 300 with two)
 SMALL = 512
+# torchrun, which ends with the stage that started it: else its processes would keep the GPUs
+TORCHRUN = "from eagle3dvc import stage; stage.die_with_parent(); from torch.distributed.run import main; main()"
 # parameters that change how a run is carried out, not what it gives: they do not name another run
 HOW = {"gpus", "num_workers", "checkpoint_every", "verify_checksums", "loggers", "fsdp", "gradient_checkpointing", "compile"}
 HOW |= {"attention"}
@@ -62,6 +66,9 @@ def build(
     stage.Interrupted after a signal.
     """
     guards.check_version()
+    for name in params.train.loggers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"train.loggers names {name}, which is not installed: run `pip install {name}` or take it out")
     log = {} if log is None else log
     paths = {"out": str(out), "hidden": str(hidden), "prompts": str(prompts), "verifier": str(verifier), "curves": str(curves)}
     processes = 1 if "LOCAL_RANK" in os.environ else gpus(params)
@@ -98,11 +105,10 @@ def gpus(params: Params) -> int:
 
 def torchrun(params: Params, paths: dict[str, str], processes: int, log: Any) -> dict[str, Any]:
     """Run :func:`build` in `processes` processes of this machine; signals are passed on. Raises what rank 0 reported."""
-    job = stage.work_dir("train") / f"job-{os.getpid()}"
-    job.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix="eagle3dvc-train-") as folder:
+        job = Path(folder)
         stage.write_json(job / "job.json", {"params": params.model_dump(mode="json"), "paths": paths})
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc-per-node={processes}"]
         child = subprocess.Popen([*command, "-m", "eagle3dvc.drafter.train", str(job)])
         try:
             code = child.wait()
@@ -110,29 +116,27 @@ def torchrun(params: Params, paths: dict[str, str], processes: int, log: Any) ->
             child.send_signal(signal.SIGTERM)
             child.wait()
             raise
-        result = job / "result.json"
-        found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {"error": None}
-        if "error" in found:
-            raise UserError(found["error"] or f"torchrun ended with status {code} (its output is above)")
-        log.update(found["log"])
-        return found["metrics"]
-    finally:
-        shutil.rmtree(job, ignore_errors=True)
+        read = {f.stem: json.loads(f.read_text(encoding="utf-8")) for f in sorted(job.glob("*.json"))}
+    found = read.get("result")
+    if found is None:  # whichever process failed first takes the others down, which then report a signal
+        said = [read[name] for name in ("error", "interrupted") if name in read]
+        raise UserError(said[0] if said else f"torchrun ended with status {code} (its output is above)")
+    log.update(found["log"])
+    return found["metrics"]
 
 
 def main() -> None:
     """One process of a run of several: `python -m eagle3dvc.drafter.train JOB` under torchrun, started by :func:`torchrun`."""
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    first = os.environ["RANK"] == "0"
     log: dict[str, Any] = {}
     try:
         metrics = join(params_module.parse(job["params"]), job["paths"], log)
-        if first:
+        if os.environ["RANK"] == "0":
             stage.write_json(folder / "result.json", {"metrics": metrics, "log": log})
     except BaseException as e:
-        if first and (text := stage.sentence(e)) is not None:
-            stage.write_json(folder / "result.json", {"error": text})
+        if (text := stage.sentence(e)) is not None:
+            stage.write_json(folder / f"{'interrupted' if isinstance(e, stage.Interrupted) else 'error'}.json", text)
         if isinstance(e, (UserError, stage.Interrupted)):
             raise SystemExit(128 + e.signum if isinstance(e, stage.Interrupted) else 1) from None
         raise
@@ -140,6 +144,7 @@ def main() -> None:
 
 def join(params: Params, paths: dict[str, str], log: dict[str, Any]) -> dict[str, Any]:
     """Take part in a run that torchrun started, without writing what a stage writes."""
+    stage.die_with_parent()
     signal.signal(signal.SIGTERM, stage._on_signal)
     return build(params, log=log, **paths)
 
@@ -252,13 +257,14 @@ def warm_folder(where: str, aux_layer_ids: list[int], verifier: str) -> Path:
 
 def _from_revision(revision: str) -> Path:
     repo = str(stage.root())
-    ask = ["git", "-C", repo, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
-    commit = subprocess.run(ask, capture_output=True, text=True)
-    if commit.returncode:
-        raise UserError(f"train.warm_start = {revision} is neither a folder nor a git revision of this repository")
-    out = stage.work_dir("train-warm") / commit.stdout.strip()
+    commit = stage.commit_of(revision, repo)
+    if commit is None:
+        raise UserError(
+            f"train.warm_start = {revision} is neither a folder nor a git revision or experiment of this repository"
+        )
+    out = stage.work_dir("train-warm") / commit
     if not out.exists():
-        get = [sys.executable, "-m", "dvc", "get", repo, "models/drafter", "--rev", commit.stdout.strip(), "-o", f"{out}.part"]
+        get = [sys.executable, "-m", "dvc", "get", repo, "models/drafter", "--rev", commit, "-o", f"{out}.part"]
         shutil.rmtree(f"{out}.part", ignore_errors=True)
         done = subprocess.run(get, capture_output=True, text=True)
         if done.returncode:
@@ -283,6 +289,11 @@ def _warm(draft: Any, folder: Path) -> None:
             raise UserError(
                 f"train.warm_start {folder} has {key} = {theirs[key]}, this run has {ours.get(key)}: set it in train.draft_config"
             )
+    if model.own_embedding(tensors, draft.embed_tokens.weight) is not None:
+        raise UserError(
+            f"train.warm_start {folder} has an embedding of its own, a drafter trained here shares the verifier's: it cannot be "
+            "continued without losing what it learnt; take another checkpoint"
+        )
     with torch.no_grad():
         model.put_weights(draft, tensors, folder)
 
@@ -357,7 +368,6 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
         on_policy=inputs.on_policy,
         bfloat16=t.precision == "bfloat16",
         workers=t.num_workers if t.num_workers or device.type == "cpu" else 2,
-        tokens_per_batch=t.tokens_per_batch,
     )
 
     def heldout(part: int, parts: int) -> Iterator[Any]:
@@ -398,12 +408,24 @@ def _train(params: Params, paths: dict[str, str], rank: int, world: int, log: An
     show = rank == 0 and "dvclive" in params.train.loggers
     if show:
         logger.addHandler(handler)
+    trainer = None
     try:
         trainer = _trainer(params, inputs, device, store, handler.restart if show else lambda rows: None)
         trainer.run_training()
+    except RuntimeError as e:  # torch.OutOfMemoryError is one; a CPU's failed allocation has no class of its own
+        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
+            raise
+        raise UserError(
+            f"the {'GPU' if device.type == 'cuda' else 'machine'}'s memory is too small after step "
+            f"{trainer.global_step if trainer else 0}: lower train.tokens_per_batch (now {params.train.tokens_per_batch}), "
+            "train.ttt_steps or train.draft_vocab_size, set train.gradient_checkpointing, or end what else uses that memory; "
+            "the last checkpoint is kept"
+        ) from None
     finally:
-        logger.removeHandler(handler)
-        handler.close()
+        for h in (handler, *logger.handlers):
+            logger.removeHandler(h)
+            h.flush()
+            h.close()
     metrics = _finish(params, paths, inputs, trainer) if rank == 0 else {}
     if rank == 0:
         store.finish()
@@ -446,8 +468,8 @@ def _finish(params: Params, paths: dict[str, str], inputs: Inputs, trainer: Any)
         "draft_vocab_coverage_heldout": inputs.vocab.coverage(inputs.found.counts["heldout"]),
     }
     out = Path(paths["out"])
-    tmp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
+    tmp = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)  # of a run that was killed here
     tmp.mkdir(parents=True)
     try:
         draft = trainer.raw_model

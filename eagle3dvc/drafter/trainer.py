@@ -45,7 +45,6 @@ class Settings:
     on_policy: bool
     bfloat16: bool
     workers: int
-    tokens_per_batch: int
 
 
 @dataclass
@@ -65,7 +64,7 @@ class DrafterTrainer(Trainer):
     """See the module. data, plan: the reader and the batches; heldout: its validation items; head: the verifier's Head.
 
     `run_training` returns when the last step is done or the patience is spent; it raises UserError where loss or gradient are not
-    finite or the device memory is too small, and stage.Interrupted after a signal, with a checkpoint written.
+    finite, and stage.Interrupted after a signal, with a checkpoint written.
     """
 
     def __init__(
@@ -267,37 +266,32 @@ class DrafterTrainer(Trainer):
         first = self.global_step * s.accumulation
         wanted = sum(self.plan.batch_targets(n) for n in range(first, first + s.accumulation))
         mine = s.accumulation // self.world
-        loss_sum = torch.zeros((), device=self.device)
         metrics: dict[str, torch.Tensor] = {}
-        samples: list[int] = []
+        losses: list[torch.Tensor] = []
+        batches: list[list[int]] = []
         tokens = 0
-        try:
-            for k in range(mine):
-                batch = next(loader)
-                samples += batch.samples
-                tokens += batch.tokens
-                self.clock.wait += batch.wait
-                last = k == mine - 1
-                with self._sync(last), self._autocast():
-                    _, loss, found = self.model(**batch.inputs, **(self.config.train_call_kwargs or {}))
-                    share = loss * (batch.targets / wanted)
-                    (share * self.world).backward()
-                loss_sum += share.detach()
-                for name, value in found.items():
-                    metrics[name] = metrics[name] + value.detach() if name in metrics else value.detach()
-            norm = torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], s.max_grad_norm)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            if self.is_distributed:
-                dist.all_reduce(loss_sum)
-            value, norm_value = torch.stack([loss_sum, norm.to(loss_sum)]).tolist()
-            if not (math.isfinite(value) and math.isfinite(norm_value)):
-                self._not_finite(value, norm_value, samples)
-            self._optimizers_step()
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"the GPU's memory is too small at step {self.global_step + 1}: lower train.tokens_per_batch "
-                f"(now {s.tokens_per_batch}), train.ttt_steps or train.draft_vocab_size, or set train.gradient_checkpointing"
-            ) from None
+        for k in range(mine):
+            batch = next(loader)
+            batches.append(batch.samples)
+            tokens += batch.tokens
+            self.clock.wait += batch.wait
+            last = k == mine - 1
+            with self._sync(last), self._autocast():
+                _, loss, found = self.model(**batch.inputs, **(self.config.train_call_kwargs or {}))
+                share = loss * (batch.targets / wanted)
+                (share * self.world).backward()
+            losses.append(share.detach())
+            for name, value in found.items():
+                metrics[name] = metrics[name] + value.detach() if name in metrics else value.detach()
+        norm = torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], s.max_grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        loss_sum = torch.stack(losses).sum()
+        if self.is_distributed:
+            dist.all_reduce(loss_sum)
+        value, norm_value = torch.stack([loss_sum, norm.to(loss_sum)]).tolist()
+        if not (math.isfinite(value) and math.isfinite(norm_value)):
+            self._not_finite(value, norm_value, losses, batches)
+        self._optimizers_step()
         rates = {type(o).__name__: o.param_groups[0]["lr"] for o in self.optimizers}
         self._schedulers_step()
         self._optimizers_zero_grad()
@@ -317,8 +311,15 @@ class DrafterTrainer(Trainer):
     def _autocast(self):
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.bfloat16)
 
-    def _not_finite(self, loss: float, norm: float, samples: list[int]) -> None:
-        names = [self.data[i].sample_id for i in samples]
+    def _not_finite(self, loss: float, norm: float, losses: list[torch.Tensor], batches: list[list[int]]) -> None:
+        """Raise UserError naming the samples of the micro-batches at fault in all processes (all of them come here), or those of
+        the whole step where only the gradient is not finite."""
+        wrong = [b for b, v in zip(batches, losses, strict=True) if math.isfinite(loss) or not torch.isfinite(v)]
+        names = [self.data[i].sample_id for b in wrong for i in b]
+        if self.is_distributed:
+            parts: list[list[str]] = [names] * self.world
+            dist.all_gather_object(parts, names)
+            names = [name for part in parts for name in part]
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         raise UserError(
             f"{what} at step {self.global_step + 1}, before the weights were changed; samples in the batch: {', '.join(names)}; "

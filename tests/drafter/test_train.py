@@ -8,18 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from world import AUX, HIDDEN, VOCAB, World, make, params, write_data
 
 from eagle3dvc import stage
-from eagle3dvc.drafter import acceptance, checkpoints, model, train, trainer
+from eagle3dvc.drafter import acceptance, check, checkpoints, model, train, trainer
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.reader import HiddenStates
 from eagle3dvc.verifier import load_head
@@ -93,13 +91,13 @@ def test_outputs_and_metrics(world, work):
     assert not [c for c in curves if "second" in c or "wait" in c or "memory" in c]
 
 
-def plan_of(world: World):
+def plan_of(world: World, capacity: int = 128):
     from eagle3dvc.drafter.data import Plan, survey, usable
 
     data = HiddenStates(world.folders["hidden"], world.folders["prompts"])
     found = survey(world.folders["prompts"], VOCAB, 3)
-    t = usable(data, found, "train", 128)
-    return Plan(t, data.lengths[t], found.targets[t], 128, 0)
+    t = usable(data, found, "train", capacity)
+    return Plan(t, data.lengths[t], found.targets[t], capacity, 0)
 
 
 def test_same_inputs_same_bytes(world, work, undisturbed):
@@ -135,56 +133,6 @@ def test_killed_at_any_step_ends_the_same(world, work, undisturbed, monkeypatch,
     assert build(world, log=log, **SHORT) == undisturbed[0]
     assert log["steps_computed"] == 12 - min(where + 3, 11) // 4 * 4
     assert files("drafter") == undisturbed[1] and files("drafter-curves") == undisturbed[2]
-
-
-def project(world: World, work: Path, **settings) -> dict:
-    """A project folder in which `python -m stages.train` runs, and its environment."""
-    shutil.copytree(world.root / "data", work / "data")
-    record = params(**settings).model_dump(mode="json")
-    (work / "params.yaml").write_text(yaml.safe_dump(record))
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-
-
-def start(env: dict, work: Path) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "stages.train"], env=env, cwd=work, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_step(work: Path, process: subprocess.Popen, step: int) -> None:
-    folder = work / ".dvc/tmp/eagle3dvc/train"
-    while process.poll() is None:
-        if [p for p in folder.glob("*/step-*") if int(p.name[5:]) >= step]:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"ended before step {step}: {process.stderr.read()}")
-
-
-@pytest.mark.slow
-def test_signals_to_the_real_stage(world, work):
-    """SIGKILL, then SIGTERM, then to the end: SIGTERM saves where it is and exits with 143; the result is an undisturbed run's."""
-    settings = {"max_steps": 120, "checkpoint_every": 10, "eval_every": 60}
-    env = project(world, work, **settings)
-    first = start(env, work)
-    wait_for_step(work, first, 20)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    second = start(env, work)
-    wait_for_step(work, second, 40)
-    second.send_signal(signal.SIGTERM)
-    _, error = second.communicate()
-    assert second.returncode == 143 and "ended by signal SIGTERM" in error
-    assert not (work / "models").exists() and not (work / "metrics/train.json").exists()
-    assert "continuing from step" not in error
-    third = start(env, work)
-    _, error = third.communicate()
-    assert third.returncode == 0, error
-    log = json.loads((work / "logs/train.json").read_text())
-    assert log["steps_computed"] < 80
-    got, curves = files(work / "models/drafter"), files(work / "metrics/train_curves")
-    shutil.rmtree(work / ".dvc")
-    whole = start(env, work)
-    _, error = whole.communicate()
-    assert whole.returncode == 0, error
-    assert files(work / "models/drafter") == got and files(work / "metrics/train_curves") == curves
 
 
 def test_signal_saves_between_two_steps(world, work, undisturbed, monkeypatch):
@@ -283,28 +231,116 @@ def test_accumulation_is_one_large_batch(world, work):
             assert torch.allclose(got[name], p, rtol=1e-3, atol=2e-5), name
 
 
+@pytest.fixture(scope="module")
+def one_process(world, tmp_path_factory):
+    """The run that two processes must repeat: clipping changes every step, micro-batches differ in targets."""
+    folder = tmp_path_factory.mktemp("one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DVC_ROOT", str(folder))
+        patch.chdir(folder)
+        build(world, out="one", **TWO)
+    return folder / "one"
+
+
+TWO = {"max_steps": 6, "gradient_accumulation_steps": 2, "tokens_per_batch": 64, "eval_every": 3, "max_grad_norm": 0.1}
+
+
 @pytest.mark.slow
-def test_two_processes_take_the_same_steps_as_one(world, work, monkeypatch):
-    """gloo on two CPU processes, the same global batch: the same losses and weights up to the order of a sum."""
-    settings = {"max_steps": 6, "gradient_accumulation_steps": 2, "tokens_per_batch": 64, "eval_every": 3}
-    one = build(world, out="one", **settings)
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_processes_take_the_same_steps_as_one(world, work, one_process, monkeypatch, fsdp):
+    """gloo on two CPU processes, the same global batch: the same losses, gradients and weights up to the order of a sum."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    shutil.rmtree(".dvc")
     paths = {"out": str(work / "two"), "curves": str(work / "two-curves"), **world.folders}
     log: dict = {}
-    two = train.torchrun(params(**settings), paths, 2, log)
-    assert log["processes"] == 2 and two["steps"] == one["steps"] == 6
-    assert two["acceptance_length"] == pytest.approx(one["acceptance_length"], abs=0.05)
-    a, b = load_file("one/last/model.safetensors"), load_file("two/last/model.safetensors")
+    two = train.torchrun(params(**TWO, fsdp=fsdp), paths, 2, log)
+    one = json.loads((one_process / "training.json").read_text())
+    assert log["processes"] == 2 and two["steps"] == one["metrics"]["steps"] == 6
+    assert two["acceptance_length"] == pytest.approx(one["metrics"]["acceptance_length"], abs=0.05)
+    a, b = load_file(one_process / "last/model.safetensors"), load_file("two/last/model.safetensors")
+    assert a.keys() == b.keys()
     for name in a:
-        assert torch.allclose(a[name].float(), b[name].float(), rtol=1e-3, atol=1e-5), name
-    h = [json.loads((work / n / "training.json").read_text())["history"] for n in ("one", "two")]
-    for x, y in zip(*h, strict=True):
-        if "train" in x:
-            assert y["train"]["loss"] == pytest.approx(x["train"]["loss"], rel=1e-4)
-    with pytest.raises(UserError, match="train.loss = 'nonsense'"):  # rank 0's sentence reaches the stage
-        train.torchrun(params(**settings, loss="nonsense"), paths, 2, {})
+        assert a[name].dtype == b[name].dtype and torch.allclose(a[name].float(), b[name].float(), rtol=1e-3, atol=1e-5), name
+    rows = [
+        [r["train"] for r in h["history"] if "train" in r] for h in (one, json.loads(Path("two/training.json").read_text()))
+    ]
+    for x, y in zip(*rows, strict=True):
+        assert y["loss"] == pytest.approx(x["loss"], rel=1e-4)
+        assert y["grad_norm"] == pytest.approx(x["grad_norm"], rel=1e-3) and x["grad_norm"] > 0.1  # AdamW hides a factor
+    if not fsdp:
+        with pytest.raises(UserError, match="train.loss = 'nonsense'"):  # rank 0's sentence reaches the stage
+            train.torchrun(params(**TWO, loss="nonsense"), paths, 2, {})
+
+
+@pytest.mark.slow
+def test_the_process_at_fault_is_heard(world, work, monkeypatch):
+    """Two processes: a bad sample of the second one is named, and so is the error of the one that fails first."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{work}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # Python imports sitecustomize at its start: the second process sees NaN in the first sample of its first micro-batch
+    (work / "sitecustomize.py").write_text(
+        "import dataclasses, os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from eagle3dvc.hidden_states.reader import HiddenStates\n"
+        "    real = HiddenStates.__getitem__\n"
+        "    def item(self, i):\n"
+        "        x = real(self, i)\n"
+        "        bad = x.sample_id == os.environ['BAD']\n"
+        "        return dataclasses.replace(x, hidden_states=x.hidden_states * float('nan')) if bad else x\n"
+        "    HiddenStates.__getitem__ = item\n"
+    )
+    data = HiddenStates(world.folders["hidden"], world.folders["prompts"])
+    settings = TWO | {"eval_every": 6}
+    batches = plan_of(world, 64)
+    others, mine = ([data[i].sample_id for i in batches.batch(n)] for n in (0, 1))
+    monkeypatch.setenv("BAD", mine[0])
+    paths = {"out": str(work / "two"), "curves": str(work / "two-curves"), **world.folders}
+    with pytest.raises(UserError, match="the loss is nan at step 1, ") as e:
+        train.torchrun(params(**settings), paths, 2, {})
+    assert all(name in str(e.value) for name in mine) and not any(name in str(e.value) for name in others)
+
+
+def test_gradient_checkpointing_computes_again_and_gives_the_same(world, work, monkeypatch):
+    passes: list[int] = []
+    real = model.instantiate
+
+    def counted(*args):
+        drafter = real(*args)
+        drafter.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1) if drafter.training else None)
+        return drafter
+
+    monkeypatch.setattr(model, "instantiate", counted)
+    found = {}
+    for on in (False, True):
+        passes.clear()
+        build(world, out=f"run-{on}", max_steps=3, gradient_checkpointing=on)
+        found[on] = len(passes)
+        shutil.rmtree(".dvc")
+    assert found == {False: 3 * 3, True: 2 * 3 * 3}  # three steps of three TTT steps, each once more in the backward pass
+    a, b = (load_file(f"run-{on}/last/model.safetensors") for on in (False, True))
+    assert all(torch.allclose(a[k].float(), b[k].float(), atol=1e-6) for k in a)
+
+
+def test_tensorboard_gets_the_curves(world, work):
+    build(world, max_steps=4, eval_every=2, loggers=["tensorboard"])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = next(Path("logs/train").rglob("events.out.tfevents.*")).parent
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    rows = json.loads(Path("drafter/training.json").read_text())["history"]
+    assert [e.step for e in found.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [e.value for e in found.Scalars("train/loss")] == pytest.approx([r["train"]["loss"] for r in rows if "train" in r])
+    assert [e.step for e in found.Scalars("heldout/acceptance_length")] == [0, 2, 4]
+    assert found.Scalars("profile/tokens")
+    assert not Path("drafter-curves").exists()  # dvclive was not asked for
+
+
+def test_a_logger_that_is_not_installed(world, work, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UserError, match=r"train.loggers names mlflow, which is not installed: run `pip install mlflow`"):
+        build(world, loggers=["dvclive", "mlflow"])
+    assert not Path("drafter").exists()
 
 
 def test_early_stop_and_muon(world, work):
@@ -338,6 +374,57 @@ def test_warm_start_trains_float32_from_a_bfloat16_checkpoint(world, work):
     assert moved > 0.99  # in bfloat16 most of such a small update would be lost
 
 
+def published(trained, folder: Path, layout: str, own_embedding: bool = False) -> Path:
+    """A drafter as others publish it: bfloat16, with a copy of the verifier's embedding; in EAGLE's layout the config names
+    neither layer ids nor verifier, and the map has an offset a draft id."""
+    shutil.copytree(trained.export / layout, folder)
+    for name in ("README.md", check.PROVENANCE, check.PROBE):
+        (folder / name).unlink()
+    tensors = load_file(folder / "model.safetensors")
+    embed = trained.world.verifier.model.embed_tokens.weight.detach().bfloat16()
+    tensors["embed_tokens.weight"] = embed * 2 if own_embedding else embed
+    save_file(tensors, folder / "model.safetensors")
+    if layout == "sglang":
+        config = json.loads((folder / "config.json").read_text())
+        del config["eagle3dvc"], config["eagle_config"]
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["speculators", "sglang"])
+def test_warm_start_from_a_published_drafter(world, work, trained, layout):
+    """Equal weights in float32, its vocabulary map, and the schedule of a run that begins."""
+    folder = published(trained, work / "published", layout)
+    settings = {"max_steps": 8, "eval_every": 8, "learning_rate": 1e-9}
+    metrics = build(world, warm_start=str(folder), **settings)
+    assert metrics["best_step"] == 0  # the weights before the first step
+    wanted = {k.replace("midlayer.", "layers.0."): v for k, v in load_file(folder / "model.safetensors").items()}
+    got = load_file("drafter/best/model.safetensors")
+    assert got.keys() == wanted.keys() - {"embed_tokens.weight"}
+    assert all(torch.equal(v, wanted[k].float() if v.is_floating_point() else wanted[k]) for k, v in got.items())
+    assert all(v.dtype == torch.float32 for v in got.values() if v.is_floating_point())
+    map_ = load_file("drafter/vocab.safetensors")
+    assert torch.equal(map_["d2t"], wanted["d2t"]) and torch.equal(map_["t2d"], wanted["t2d"])
+    build(world, out="cold", **settings)
+    rates = [
+        [r["lr"]["AdamW"] for r in json.loads(Path(n, "training.json").read_text())["history"] if "lr" in r]
+        for n in ("drafter", "cold")
+    ]
+    assert rates[0] == rates[1] and len(rates[0]) == 8
+
+
+@pytest.mark.parametrize("layout", ["speculators", "sglang"])
+def test_an_embedding_of_the_drafters_own(world, work, trained, layout):
+    """Training shares the verifier's embedding, so a drafter with another one cannot be continued; a walk must use it."""
+    folder = published(trained, work / "published", layout, own_embedding=True)
+    with pytest.raises(UserError, match="has an embedding of its own.*shares the verifier's"):
+        build(world, warm_start=str(folder))
+    assert not Path("drafter").exists()
+    if layout == "speculators":
+        loaded = model.load(folder, world.folders["verifier"])
+        assert torch.equal(loaded.embed_tokens.weight, load_file(folder / "model.safetensors")["embed_tokens.weight"].float())
+
+
 def test_warm_start_from_a_git_revision(world, work):
     def run(*command: str) -> None:
         subprocess.run(command, check=True, capture_output=True, cwd=work)
@@ -356,7 +443,11 @@ def test_warm_start_from_a_git_revision(world, work):
     build(world, out="second", max_steps=1, warm_start="HEAD", learning_rate=1e-12)
     got = load_file("second/last/model.safetensors")
     assert all(torch.allclose(want[k].float(), got[k].float()) for k in want)
-    with pytest.raises(UserError, match="neither a folder nor a git revision"):
+    run("git", "update-ref", "refs/exps/ab/cdef/fast", "HEAD")  # an experiment's name, as `dvc exp run -n fast` keeps it
+    shutil.rmtree(".dvc/tmp/eagle3dvc/train-warm")
+    build(world, out="third", max_steps=1, warm_start="fast", learning_rate=1e-12)
+    assert files("third/last") == files("second/last")
+    with pytest.raises(UserError, match="neither a folder nor a git revision or experiment"):
         build(world, warm_start="no-such-thing")
 
 
@@ -437,12 +528,31 @@ def test_loss_that_is_not_finite_stops_at_that_step(world, work, monkeypatch):
         assert all(torch.isfinite(v).all() for v in load_file(kept / "model.safetensors").values())
 
 
-def test_out_of_device_memory_names_the_settings(world, work, monkeypatch):
-    def step(self):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+CPU_OUT = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+)
 
-    monkeypatch.setattr(trainer.DrafterTrainer, "_optimizers_step", step)
-    with pytest.raises(UserError, match=r"lower train.tokens_per_batch \(now 128\), .*train.gradient_checkpointing"):
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), CPU_OUT])
+@pytest.mark.parametrize("where", ["setup_model", "_evaluate", "_optimizers_step"])
+def test_too_little_memory_names_the_settings(world, work, monkeypatch, error, where):
+    """Wherever it is noticed: placing the model, the walk before the first step, or a step."""
+
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr(trainer.DrafterTrainer, where, fail)
+    message = r"'s memory is too small after step 0: lower train.tokens_per_batch \(now 128\), .*train.gradient_checkpointing"
+    with pytest.raises(UserError, match=message):
+        build(world)
+
+
+def test_other_errors_keep_their_traceback(world, work, monkeypatch):
+    def fail(self):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(trainer.DrafterTrainer, "_evaluate", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
         build(world)
 
 
