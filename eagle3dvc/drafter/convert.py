@@ -46,6 +46,8 @@ def convert(
         raise UserError(f"--to {to}: the layouts are {' and '.join(layouts.LAYOUTS)}")
     if out.exists():
         raise UserError(f"{out} exists already: give a folder that does not, or remove it")
+    if speculative_tokens is not None and speculative_tokens < 1:
+        raise UserError(f"--draft-tokens {speculative_tokens} must be at least 1")
     d = layouts.read(src, layer_ids=layer_ids, verifier=verifier_name)
     if not d.verifier:
         raise UserError(f"{src} does not name its verifier: give --verifier-name, the public id of the model")
