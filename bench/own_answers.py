@@ -1,6 +1,7 @@
 """Acceptance length of a drafter trained on its verifier's own answers against one trained on the data set's answers.
 
-    python bench/own_answers.py --verifier FOLDER --prompts alpaca.jsonl humaneval.jsonl mt_bench.jsonl
+    python bench/own_answers.py                                    # the demo verifier in data/verifier, questions like its own
+    python bench/own_answers.py --verifier FOLDER --prompts alpaca.jsonl humaneval.jsonl mt_bench.jsonl --engine vllm
     python bench/own_answers.py --verifier FOLDER --prompts alpaca.jsonl humaneval.jsonl mt_bench.jsonl --samples 4000  # a GPU
 
 Rows are {"turns": [...], "reference": [...]}. Every fourth row that has answers, and all that have none, are held out; the others
@@ -30,8 +31,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SIDES = {"own": "verifier", "reference": "dataset"}
-CPU = {"max_length": 512, "new": 96, "steps": 200, "samples": 200, "batch": 512, "vocab": 4096, "rate": 1e-3}
-GPU = {"max_length": 1024, "new": 128, "steps": 400, "samples": 4000, "batch": 4096, "vocab": 16384, "rate": 5e-4}
+# sizes by what there is: the demo, a real verifier on a CPU (a narrow drafter, few steps), a real verifier on a GPU
+DEMO = {"max_length": 512, "new": 96, "samples": 300, "steps": 150, "batch": 1024, "vocab": 512, "rate": 6e-3, "inner": None}
+CPU = {"max_length": 512, "new": 96, "samples": 160, "steps": 200, "batch": 512, "vocab": 4096, "rate": 1e-3, "inner": 1024}
+GPU = {
+    "max_length": 1024,
+    "new": 128,
+    "samples": 4000,
+    "steps": 400,
+    "batch": 4096,
+    "vocab": 16384,
+    "rate": 5e-4,
+    "inner": None,
+}
 
 
 def questions(files: list[Path], heldout: int) -> tuple[list[dict], dict[str, list[dict]]]:
@@ -50,6 +62,15 @@ def questions(files: list[Path], heldout: int) -> tuple[list[dict], dict[str, li
     if len(rows) < 2:
         raise UserError(f"{', '.join(map(str, files))}: no file has an answer (`reference`) in most of its rows to train on")
     return rows, kept
+
+
+def demo_questions(path: Path) -> Path:
+    """A file of questions that the demo verifier was trained to answer, none of them from its training."""
+    from eagle3dvc.prompts import demo
+
+    found = demo.eval_prompts(0, 400)
+    write_rows(path, ({"turns": [q["messages"][0]["content"]], "reference": [q["reference"]]} for q in found))
+    return path
 
 
 def training_rows(rows: list[dict], count: int) -> Iterator[dict]:
@@ -73,7 +94,7 @@ def write_rows(path: Path, rows: Iterator[dict]) -> None:
 def settings(a: argparse.Namespace, d: dict[str, Any], name: str, sources: list[Path]) -> dict[str, Any]:
     """What differs from the project's params.yaml."""
     on_gpu = a.device == "cuda"
-    extract: dict[str, Any] = {"engine": a.engine, "dtype": "bfloat16", "batch_tokens": 8192 if on_gpu else 2048}
+    extract: dict[str, Any] = {"engine": a.engine, "dtype": d["dtype"], "batch_tokens": 8192 if on_gpu else 2048}
     if on_gpu:  # the three folders share the GPU and each engine lives a minute, so no time goes into compiling
         extract |= {"enforce_eager": True, "gpu_memory_utilization": 0.25, "max_num_seqs": 512}
         extract |= {"engine_args": {"kv_cache_memory_bytes": 12 << 30}}
@@ -100,10 +121,10 @@ def settings(a: argparse.Namespace, d: dict[str, Any], name: str, sources: list[
             "eval_samples": 8,
             "checkpoint_every": 1_000_000,
             "tokens_per_batch": d["batch"],
-            "precision": "bfloat16",
+            "precision": d["dtype"],
             "compile": False,
             "loggers": [],
-            **({} if on_gpu else {"draft_intermediate_size": 1024}),
+            "draft_intermediate_size": d["inner"],
         },
         "export": {"layouts": ["speculators"]},
         "evaluate": {"samples": 1_000_000, "draft_tokens": a.draft_tokens},
@@ -179,7 +200,8 @@ def evaluate(judge: Side, drafter: Path, baseline: Path) -> dict[str, Any]:
 
 
 def measure(a: argparse.Namespace, d: dict[str, Any], work: Path) -> dict[str, Any]:
-    train, kept = questions(a.prompts, a.heldout)
+    files = a.prompts or [demo_questions(work / "prompts/demo.jsonl")]
+    train, kept = questions(files, a.heldout)
     write_rows(work / "prompts/train/train.jsonl", training_rows(train, a.samples))
     for name, rows in kept.items():
         write_rows(work / f"prompts/heldout/{name}.jsonl", rows)
@@ -228,15 +250,17 @@ def measure(a: argparse.Namespace, d: dict[str, Any], work: Path) -> dict[str, A
 
 def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--verifier", type=Path, required=True, help="a folder in Hugging Face's layout")
+    p.add_argument("--verifier", type=Path, default=Path("data/verifier"), help="a folder in Hugging Face's layout")
     p.add_argument("--name", default=None, help="public id of the verifier (default: the folder's name)")
-    p.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl files of turns and references")
+    p.add_argument(
+        "--prompts", type=Path, nargs="+", help=".jsonl files of turns and references (default: the demo's questions)"
+    )
     p.add_argument("--samples", type=int, help="training prompts")
     p.add_argument("--heldout", type=int, default=40, help="held-out prompts a file, at most")
     p.add_argument("--steps", type=int, help="optimizer steps of each side")
     p.add_argument("--max-new-tokens", type=int, help="tokens of an answer, at most")
     p.add_argument("--draft-tokens", type=int, default=3)
-    p.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
+    p.add_argument("--engine", choices=["auto", "vllm", "transformers"], default="auto")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     p.add_argument("--jobs", type=int, help="folders at work side by side (default: 3 on a GPU, 1 on a CPU)")
     p.add_argument("--set", dest="sets", nargs="*", default=[], metavar="KEY=VALUE", help="any parameter, for all sides")
@@ -248,7 +272,8 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
         import torch
 
         a.device = "cuda" if torch.cuda.is_available() else "cpu"
-    d = dict(GPU if a.device == "cuda" else CPU)
+    d = dict(DEMO if not a.prompts else GPU if a.device == "cuda" else CPU)
+    d["dtype"] = "bfloat16" if a.prompts else "float32"
     d["new"] = a.max_new_tokens or d["new"]
     a.samples, a.steps = a.samples or d["samples"], a.steps or d["steps"]
     a.jobs = a.jobs or (3 if a.device == "cuda" else 1)
