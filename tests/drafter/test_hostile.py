@@ -158,6 +158,16 @@ def test_convert_takes_no_such_number_of_draft_tokens(trained, tmp_path, number)
     assert not (tmp_path / "out").exists()
 
 
+def test_convert_refuses_a_verifier_of_another_size(trained, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": world.VOCAB + 8, "hidden_size": world.HIDDEN, "num_hidden_layers": 1, "intermediate_size": 8}
+    world.write_verifier(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), tmp_path / "verifier")
+    with pytest.raises(UserError, match=f"has {world.VOCAB + 8} and {world.HIDDEN}: give the folder of its own verifier"):
+        convert(trained.export / "sglang", "speculators", tmp_path / "out", verifier=tmp_path / "verifier")
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------- SIGKILL at every step of writing
 
 WRITES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree", "shutil.copyfile"}
