@@ -66,7 +66,7 @@ def main() -> None:
             found[k] = serving.measure(
                 dataclasses.replace(plain, drafter=drafter, draft_tokens=k), logs / f"serve-draft{k}.log"
             )
-    report = evaluate.compare(base, found, max(found), a.dtype)
+    report = evaluate.compare(base, found, max(found), a.dtype, a.max_new_tokens)
     if a.json:
         print(json.dumps(report, indent=2, sort_keys=True))
         return

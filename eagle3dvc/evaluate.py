@@ -68,6 +68,7 @@ def as_speculators(folder: Path, scratch: Path) -> Path:
     for f in candidates:
         if (f / "config.json").is_file():
             if layouts.detect(layouts.read_config(f), f) == layouts.SPECULATORS:
+                layouts.read(f)  # speculators and transformers would end a damaged one in a traceback
                 return f
             convert(f, layouts.SPECULATORS, scratch / "converted")
             return scratch / "converted"
@@ -95,17 +96,20 @@ def baseline_folder(baseline: str, scratch: Path, repository: Path) -> Path:
     return out
 
 
-def load_drafter(folder: Path, data: Any, verifier: str | Path):
-    """The drafter ready to walk on the states of `data`, on the GPU where there is one."""
+def load_drafter(folder: Path, layer_ids: list[int], verifier: str | Path, where: str):
+    """The drafter ready to walk on states of these layers (of `where`, for messages), on the GPU where there is one."""
     import torch
 
     from eagle3dvc.drafter import model as drafter_model
+    from eagle3dvc.verifier import load_info
 
-    ids = layouts.read_config(folder).get("eagle_aux_hidden_state_layer_ids")
-    if ids != list(data.layer_ids[:-1]):
+    config, name = layouts.read_config(folder), load_info(verifier).name
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if (said := config["speculators_config"]["verifier"]["name_or_path"]) != name:
+        print(f"note: {folder} says it is a drafter for {said}; it is evaluated on {name}", file=sys.stderr, flush=True)
+    if ids != list(layer_ids[:-1]):
         raise UserError(
-            f"{folder} reads the auxiliary layers {ids}, the hidden states hold {list(data.layer_ids[:-1])}: "
-            "it cannot be evaluated on this cache"
+            f"{folder} reads the auxiliary layers {ids}, {where} hold {list(layer_ids[:-1])}: it cannot be evaluated there"
         )
     drafter = drafter_model.load(folder, verifier)
     return drafter.to("cuda") if torch.cuda.is_available() else drafter
@@ -160,7 +164,7 @@ def build(
     with tempfile.TemporaryDirectory(prefix="eagle3dvc-") as scratch_:
         scratch = Path(scratch_)
         folder = as_speculators(Path(drafter), scratch / "drafter")
-        model = load_drafter(folder, samples.data, verifier)
+        model = load_drafter(folder, samples.data.layer_ids, verifier, str(hidden))
         began = time.monotonic()
         result = walk(model, head, samples, e.draft_tokens, own)
         metrics = report(result, params, len(samples), own)
@@ -173,7 +177,9 @@ def build(
         del model
         if e.baseline:
             other = as_speculators(baseline_folder(e.baseline, scratch, root()), scratch / "other")
-            before = walk(load_drafter(other, samples.data, verifier), head, samples, e.draft_tokens, own)
+            before = walk(
+                load_drafter(other, samples.data.layer_ids, verifier, str(hidden)), head, samples, e.draft_tokens, own
+            )
             change, interval = difference(result.per_sample, before.per_sample, e.bootstrap, params.seed)
             metrics["baseline"] = _rounded(
                 {
@@ -185,7 +191,7 @@ def build(
             )
         write_plots(result, Path(plots))
         if e.engine == "vllm":
-            log["engine"] = run_engine(params, folder, samples, verifier)
+            log["engine"] = run_engine(params, folder, samples, verifier, scratch)
         # what more held-out samples add to; `plan` reads it
         log["seconds_growing"] = round(time.monotonic() - began - log.get("engine", {}).get("seconds_load_all", 0.0), 3)
     return metrics
@@ -252,6 +258,13 @@ def heldout_prompts(samples: Heldout, limit: int) -> list[Prompt]:
 
 def file_prompts(params: Params, verifier: str | Path, per_file: int) -> list[Prompt]:
     """First questions of the rows of evaluate.prompts, rendered as prepare renders them; groups are file/category."""
+    try:
+        return _file_prompts(params, verifier, per_file)
+    except UserError as e:  # of the readers, which know these files as sources of prepare
+        raise UserError(str(e).replace("prepare.sources", "evaluate.prompts")) from None
+
+
+def _file_prompts(params: Params, verifier: str | Path, per_file: int) -> list[Prompt]:
     from eagle3dvc.params import Source
     from eagle3dvc.prompts.conversations import Rejected, from_row
     from eagle3dvc.prompts.render import load_renderer
@@ -287,17 +300,157 @@ def stop_tokens(folder: str | Path) -> list[int]:
     raise UserError(f"{folder} names no eos_token_id: an answer would never end; add it to generation_config.json")
 
 
-def run_engine(params: Params, drafter: Path, samples: Heldout, verifier: str | Path) -> dict[str, Any]:
-    """Speculative decoding in vLLM, with and without the drafter on the same settings. Returns what goes to the log."""
+def run_engine(params: Params, drafter: Path, samples: Heldout, verifier: str | Path, scratch: Path) -> dict[str, Any]:
+    """Speculative decoding in vLLM, with and without the drafter on the same settings. Returns what goes to the log.
+
+    With evaluate.alone the drafter's folder is served by itself too; with evaluate.exact the walk is repeated over the engine's own
+    answers. Raises UserError where answers or counters then differ although the verifier computes in float32.
+    """
+    import dataclasses
+
     from eagle3dvc import serving
     from eagle3dvc.stage import root
 
+    e, logs = params.evaluate, root() / "logs"
     plain, specs = engine_specs(params, drafter, samples, verifier)
-    logs = root() / "logs"
+    own = default_draft_tokens(drafter)  # what an engine drafts that is given the folder and nothing else
+    if e.exact:  # answers of one length, and beyond it the text that the last drafts are compared with
+        endless = {"stop_token_ids": []}
+        plain = dataclasses.replace(plain, max_new_tokens=e.max_new_tokens + max(*specs, own), **endless)
+        specs = {k: dataclasses.replace(spec, **endless) for k, spec in specs.items()}
     base = serving.measure(plain, logs / "evaluate-plain.log")
     found = {k: serving.measure(spec, logs / f"evaluate-draft{k}.log") for k, spec in specs.items()}
-    loading = base.seconds_load + sum(r.seconds_load for r in found.values())
-    return {**compare(base, found, params.evaluate.draft_tokens, params.extract.dtype), "seconds_load_all": round(loading, 3)}
+    log = compare(base, found, e.draft_tokens, params.extract.dtype, e.max_new_tokens)
+    served = {str(k): (k, result) for k, result in found.items()}
+    if e.alone:
+        alone = dataclasses.replace(specs[e.draft_tokens], model=None, draft_tokens=0)
+        if Path(plain.model).is_dir():  # under its public name, as a hub would give it, so that no network is needed
+            name = layouts.read_config(drafter)["speculators_config"]["verifier"]["name_or_path"]
+            alone = dataclasses.replace(alone, env=alone.env | stand_in(name, Path(plain.model), scratch / "hub"))
+        result = serving.measure(alone, logs / "evaluate-alone.log")
+        served["alone"] = (own, result)
+        log["alone"] = compare(base, {own: result}, own, params.extract.dtype, e.max_new_tokens)
+    if e.exact:
+        log["exact"] = exact(params, drafter, verifier, plain, base.outputs, served, scratch)
+    log["seconds_load_all"] = round(base.seconds_load + sum(result.seconds_load for _, result in served.values()), 3)
+    return log
+
+
+def default_draft_tokens(drafter: Path) -> int:
+    """The number of draft tokens that a folder of the speculators layout itself proposes."""
+    return layouts.read(drafter).speculative_tokens
+
+
+def stand_in(name: str, folder: Path, cache: Path) -> dict[str, str]:
+    """Environment of a process that finds `folder` under the hub id `name` in a hub cache of its own, and nothing else."""
+    snapshot = cache / f"models--{name.replace('/', '--')}" / "snapshots" / "local"
+    snapshot.mkdir(parents=True)
+    for file in folder.iterdir():
+        (snapshot / file.name).symlink_to(file.resolve())
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("local")
+    return {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+
+
+def exact(
+    params: Params,
+    drafter: Path,
+    verifier: str | Path,
+    plain: Any,
+    answers: list[list[int]],
+    served: dict[str, tuple[int, Any]],
+    scratch: Path,
+) -> dict[str, Any]:
+    """The walk over the engine's own greedy answers, beside the engine's counters; UserError where they differ in float32.
+
+    plain: the serving.Spec that gave `answers`, longer than those of `served` ({name: (draft tokens, serving.Result)}) by the drafts
+    that reach past their end. Returns {name: {"walk", "engine": counters, "equal", "identical_outputs"}}; `engine` is the first batch
+    size's, `equal` and the outputs are of all.
+    """
+    from eagle3dvc.drafter.acceptance import walk
+    from eagle3dvc.verifier import load_head
+
+    limit, head = params.evaluate.max_new_tokens, load_head(verifier)
+    items = answered(params, verifier, plain, answers, scratch / "answers")
+    model = load_drafter(drafter, items.layer_ids, verifier, "the engine's answers")
+    report, wrong = {}, []
+    for name, (k, result) in served.items():
+        cut = [item.head(len(prompt) + limit + k) for item, prompt in zip(items.items, plain.prompts, strict=True)]
+        found = walk(model, head, cut, k, True, tail=k)
+        wanted = {"drafts": found.drafts, "accepted": found.accepted, "by_position": found.by_position}
+        same = sum(a == b[:limit] for a, b in zip(result.outputs, answers, strict=True))
+        counters = [result.counters(i) for i in range(len(result.runs))]
+        equal = all(c == wanted for c in counters)
+        report[name] = {
+            "walk": wanted,
+            "engine": counters[0],
+            "equal": equal,
+            "identical_outputs": same,
+            "prompts": len(answers),
+        }
+        if not equal or same < len(answers):
+            wrong.append(f"{name}: walk {wanted}, engine {counters}, {same} of {len(answers)} answers as without a drafter")
+    if wrong and params.extract.dtype == "float32":
+        raise UserError(
+            f"evaluate.exact: in float32 the engine's counters must be the walk's and its answers those without a drafter, but "
+            f"{'; '.join(wrong)}: this engine does not serve the drafter as it was trained, look at logs/evaluate-*.log"
+        )
+    return report
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Prompts with their answers and the verifier's states, computed anew in the dtype that the engine serves in."""
+
+    items: list[Any]
+    layer_ids: list[int]
+
+
+def answered(params: Params, verifier: str | Path, plain: Any, answers: list[list[int]], folder: Path) -> Answered:
+    """States of every prompt and its answer, from the engine that extract would use; none of it is kept on disk."""
+    import torch
+    from safetensors.torch import load_file
+
+    from eagle3dvc import engines
+    from eagle3dvc.hidden_states.format import ShardRequest
+    from eagle3dvc.verifier import layer_ids, load_head, load_info
+
+    info = load_info(verifier)
+    ids, dtype = layer_ids(info, params), params.extract.dtype
+    texts = [np.asarray(p + a, np.int32) for p, a in zip(plain.prompts, answers, strict=True)]
+    prepare = params.prepare.model_copy(update={"max_length": max(map(len, texts))})
+    engine = engines.make(params.model_copy(update={"prepare": prepare}), info, ids)
+    header = {"identity": info.identity, "layer_ids": ids, "stored_dtype": dtype, "numerics": engines.numerics(params)}
+    folder.mkdir(parents=True)
+    try:
+        engine.prove(load_head(verifier))
+        path = folder / "answers.safetensors"
+        for _ in engine.extract([ShardRequest("answers", texts, header, info.hidden_size, path)]):
+            pass
+    finally:
+        engine.close()
+    states = load_file(path)["hidden_states"].split([len(t) for t in texts])
+    path.unlink()
+    items = []
+    for text, prompt, group, state in zip(texts, plain.prompts, plain.groups, states, strict=True):
+        mask = torch.arange(len(text)) >= len(prompt)
+        items.append(Sample(state, torch.as_tensor(text).long(), mask, group))
+    return Answered(items, ids)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the walk reads of a sample: hidden_states [T, layers, hidden], token_ids int64 [T], loss_mask bool [T], source."""
+
+    hidden_states: Any
+    token_ids: Any
+    loss_mask: Any
+    source: str
+
+    def head(self, length: int) -> Sample:
+        """Its first `length` tokens."""
+        return Sample(self.hidden_states[:length], self.token_ids[:length], self.loss_mask[:length], self.source)
 
 
 def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str | Path) -> tuple[Any, dict[int, Any]]:
@@ -314,6 +467,8 @@ def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str 
     prompts = file_prompts(params, verifier, e.samples) if e.prompts else heldout_prompts(samples, params.prepare.max_length)
     if not prompts:
         raise UserError("there is no prompt to decode: give evaluate.prompts, or held-out samples with an answer")
+    counts = sorted({e.draft_tokens, *e.sweep_draft_tokens})
+    _check_room(prompts, params, counts[-1], verifier)
     plain = serving.Spec(
         prompts=[p.token_ids for p in prompts],
         groups=[p.group for p in prompts],
@@ -335,15 +490,30 @@ def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str 
         },
         env=x.env,
     )
-    counts = sorted({e.draft_tokens, *e.sweep_draft_tokens})
     return plain, {k: dataclasses.replace(plain, drafter=str(drafter), draft_tokens=k) for k in counts}
 
 
-def compare(plain: Any, found: dict[int, Any], draft_tokens: int, dtype: str) -> dict[str, Any]:
-    """One engine's figures with and without a drafter. plain: serving.Result without; found: by number of draft tokens."""
+def _check_room(prompts: list[Prompt], params: Params, draft_tokens: int, verifier: str | Path) -> None:
+    """UserError where a prompt, its answer and the drafts past its end exceed the verifier's positions."""
+    from eagle3dvc.serving import ROOM
+
+    config = json.loads((Path(verifier) / "config.json").read_text(encoding="utf-8"))
+    positions, longest = config.get("max_position_embeddings"), max(prompts, key=lambda p: len(p.token_ids))
+    room = None if positions is None else positions - params.evaluate.max_new_tokens - draft_tokens - ROOM
+    if room is not None and len(longest.token_ids) > room:
+        raise UserError(
+            f"a prompt of {longest.group} has {len(longest.token_ids)} tokens; with evaluate.max_new_tokens = "
+            f"{params.evaluate.max_new_tokens} and {draft_tokens} draft tokens the verifier's {positions} positions leave {room}: "
+            "lower evaluate.max_new_tokens, or remove the longest prompts"
+        )
+
+
+def compare(plain: Any, found: dict[int, Any], draft_tokens: int, dtype: str, max_new_tokens: int) -> dict[str, Any]:
+    """One engine's figures with and without a drafter. plain: serving.Result without, whose answers may go on beyond
+    max_new_tokens; found: by number of draft tokens."""
     main = found[draft_tokens]
     first, base = main.runs[0], plain.runs[0]
-    same = sum(a == b for a, b in zip(main.outputs, plain.outputs, strict=True))
+    same = sum(a == b[:max_new_tokens] for a, b in zip(main.outputs, plain.outputs, strict=True))
     table = [
         {
             "draft_tokens": k,

@@ -204,11 +204,16 @@ class Evaluate(Block):
     prompts: list[str] = []
     watch: str = "stages/evaluate.py"
     max_new_tokens: Positive = 128
+    alone: bool = False
+    exact: bool = False
     baseline: str | None = None
     bootstrap: Positive = 1000
 
     @model_validator(mode="after")
     def _watch(self):
+        for name in ("alone", "exact"):
+            if getattr(self, name) and self.engine == "none":
+                raise ValueError(f"evaluate.{name} needs an engine: set evaluate.engine to vllm")
         return _require_watched(self, "evaluate", [p for p in self.prompts if Path(p).exists()])
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from eagle3dvc.errors import UserError
 
+ROOM = 16  # positions left past the last token: drafts reach there, and near the limit vLLM drafts less
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "draft_tokens",
@@ -110,11 +111,11 @@ def engine_args(spec: Spec) -> dict[str, Any]:
     """vLLM's EngineArgs for a spec; the same with and without the drafter but for the drafter itself."""
     import torch
 
-    longest = max(len(p) for p in spec.prompts) + spec.max_new_tokens
+    longest = max(len(p) for p in spec.prompts) + max(spec.max_new_tokens, spec.warmup)
     args: dict[str, Any] = {
         "model": spec.model or spec.drafter,
         "dtype": spec.dtype,
-        "max_model_len": longest + 16,  # drafts reach past the last token
+        "max_model_len": longest + spec.draft_tokens + ROOM,
         "max_num_seqs": max(spec.batch_sizes),
         "generation_config": "vllm",
         "disable_log_stats": False,

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,20 @@ def write_json(path: str | Path, data: Any) -> None:
         os.replace(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)
+
+
+def put_folder(new: Path, out: Path) -> None:
+    """Put a finished folder where `out` is to be, in place of what is there; killed at any moment, `out` is one of the two or absent,
+    never half deleted."""
+    old = out.with_name(f".{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # left by a process that was killed
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.exists() or out.is_symlink():
+        os.rename(out, old)
+    os.rename(new, out)
+    if old.is_symlink():
+        old.unlink()
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def hardware() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3dvc.errors import UserError
-from eagle3dvc.stage import write_json
+from eagle3dvc.stage import put_folder, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -263,9 +263,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
     tmp.mkdir(parents=True)
     try:
         yield tmp
-        if out.exists():
-            shutil.rmtree(out)
-        tmp.rename(out)
+        put_folder(tmp, out)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 

@@ -315,23 +315,23 @@ def verify_export(
 def _check_provenance(folder: Path, d: Drafter) -> None:
     try:
         said = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-        was, sums = said["settings"], said["tensors"]
-        was_decoder = was["decoder"]
-    except (ValueError, KeyError, TypeError) as e:
+        was, sums = dict(said["settings"]), dict(said["tensors"])
+        was_ids, was_decoder = was.pop("aux_layer_ids"), dict(was.pop("decoder"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(f"{folder / PROVENANCE} is damaged ({e!r}): export again") from None
     now = settings(d)
-    if now["aux_layer_ids"] != was["aux_layer_ids"]:
+    if now["aux_layer_ids"] != was_ids:
         raise UserError(
             f"{folder}: config.json names auxiliary layers {now['aux_layer_ids']} (vLLM's ids) but the drafter was trained "
-            f"on {was['aux_layer_ids']}: it would read other layers than it knows"
+            f"on {was_ids}: it would read other layers than it knows"
         )
     for key in sorted(was_decoder.keys() | now["decoder"].keys()):
         a, b = now["decoder"].get(key), was_decoder.get(key)
         if a != b:
             raise UserError(f"{folder}: {key} is {a} in config.json but was {b} in training")
-    for key in sorted(was.keys() - {"decoder", "aux_layer_ids"}):
-        if now.get(key) != was[key]:
-            raise UserError(f"{folder}: {key} is {now.get(key)!r} in config.json but was {was[key]!r} at export")
+    for key in sorted((now.keys() | was.keys()) - {"decoder", "aux_layer_ids"}):
+        if now.get(key) != was.get(key):
+            raise UserError(f"{folder}: {key} is {now.get(key)!r} in config.json but was {was.get(key)!r} at export")
     have = checksums(d)
     for name in sorted(sums.keys() | have.keys()):
         if name not in have:
@@ -359,17 +359,18 @@ def _check_probe(folder: Path) -> float:
 
     from eagle3dvc.drafter import reference
 
+    ref = reference.load(folder)
     try:
         with safe_open(folder / PROBE, "pt") as f:
-            meta = json.loads(f.metadata()["eagle3dvc"])
+            ids = json.loads(f.metadata()["eagle3dvc"])["aux_layer_ids"]
             p = {name: f.get_tensor(name) for name in ("states", "embeds", "ids", "logits", "draft_ids")}
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
+        _check_probe_shapes(p, ref)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as e:
         raise UserError(f"{folder / PROBE} is damaged ({e}): export again") from None
-    ref = reference.load(folder)
-    if ref.aux_layer_ids != meta["aux_layer_ids"]:
+    if ref.aux_layer_ids != ids:
         raise UserError(
             f"{folder}: config.json names auxiliary layers {ref.aux_layer_ids} (vLLM's ids) but the drafter was trained on "
-            f"{meta['aux_layer_ids']}: it would read other layers than it knows"
+            f"{ids}: it would read other layers than it knows"
         )
     n, worst = len(p["states"]), 0.0
     steps = len(p["logits"])
@@ -391,6 +392,25 @@ def _check_probe(folder: Path) -> float:
     return worst
 
 
+def _check_probe_shapes(p: dict[str, torch.Tensor], ref: Reference) -> None:
+    """ValueError where the probe's tensors do not belong together or to this drafter."""
+    n = len(p["states"])
+    steps, positions, top = p["logits"].shape
+    want = {
+        "states": (n, len(ref.aux_layer_ids), p["states"].shape[-1]),
+        "embeds": (n + steps - 1, ref.decoder["hidden_size"]),
+        "ids": (steps, n, top),
+        "draft_ids": (steps, n, top),
+    }
+    for name, shape in want.items():
+        if tuple(p[name].shape) != shape:
+            raise ValueError(f"{name} has shape {list(p[name].shape)}, expected {list(shape)}")
+    if not n or positions != n or p["states"].shape[1] * p["states"].shape[2] != ref.weights["fc.weight"].shape[1]:
+        raise ValueError(f"its states {list(p['states'].shape)} do not fit the drafter")
+    if p["draft_ids"].dtype != p["ids"].dtype or p["ids"].is_floating_point() or p["draft_ids"].min() < 0:
+        raise ValueError("its token ids are no ids")
+
+
 def _guess_probe(ref: Reference, p: dict[str, torch.Tensor], embeds) -> str:
     for order in itertools.permutations(range(p["states"].shape[1])):
         if list(order) != sorted(order):
@@ -405,6 +425,7 @@ def _check_trained(folder: Path, d: Drafter, hidden, verifier, prompts, trained)
 
     if hidden is None:
         raise UserError("--trained needs --hidden: the logits are compared on held-out hidden states")
+    layouts.read(Path(trained))
     model = drafter_model.load(trained, verifier)
     result = self_check(folder, model, wanted(model, d.tensors["fc.weight"].dtype, windows(hidden, prompts)))
     return {f"trained_{k}": v for k, v in result.items()}

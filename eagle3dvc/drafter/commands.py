@@ -28,7 +28,7 @@ def convert(
     from eagle3dvc.errors import UserError
 
     try:
-        ids = [int(i) for i in layer_ids.split(",")] if layer_ids else None
+        ids = [int(i) for i in layer_ids.split(",")] if layer_ids is not None else None
     except ValueError:
         raise UserError(f"--layer-ids {layer_ids} must be numbers with commas between, as in 2,16,29") from None
     d = module.convert(source, to, out, ids, verifier_name, draft_tokens, verifier)

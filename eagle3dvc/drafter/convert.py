@@ -46,13 +46,22 @@ def convert(
         raise UserError(f"--to {to}: the layouts are {' and '.join(layouts.LAYOUTS)}")
     if out.exists():
         raise UserError(f"{out} exists already: give a folder that does not, or remove it")
+    if speculative_tokens is not None and speculative_tokens < 1:
+        raise UserError(f"--draft-tokens {speculative_tokens} must be at least 1")
     d = layouts.read(src, layer_ids=layer_ids, verifier=verifier_name)
     if not d.verifier:
         raise UserError(f"{src} does not name its verifier: give --verifier-name, the public id of the model")
     if speculative_tokens is not None:
         d = replace(d, speculative_tokens=speculative_tokens)
     if verifier is not None:
-        d = without_copies(d, load_head(verifier))
+        head = load_head(verifier)
+        hidden = d.target_hidden_size or d.decoder["hidden_size"]
+        if tuple(head.lm_head.shape) != (d.vocab_size, hidden):
+            raise UserError(
+                f"{src} is a drafter for a verifier with vocabulary {d.vocab_size} and hidden size {hidden}, {verifier} has "
+                f"{head.lm_head.shape[0]} and {head.lm_head.shape[1]}: give the folder of its own verifier"
+            )
+        d = without_copies(d, head)
     work = out.with_name(f".{out.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     try:

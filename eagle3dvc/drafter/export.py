@@ -12,6 +12,7 @@ from eagle3dvc.drafter import card, check, layouts
 from eagle3dvc.drafter.convert import without_copies
 from eagle3dvc.errors import UserError
 from eagle3dvc.params import Params
+from eagle3dvc.stage import put_folder
 
 
 def cast(d: layouts.Drafter, dtype: str) -> layouts.Drafter:
@@ -76,9 +77,7 @@ def build(
             (folder / "README.md").write_text(text, encoding="utf-8")
             check.verify_export(folder)
             sizes[layout] = sum(f.stat().st_size for f in layouts.weight_files(folder))
-        shutil.rmtree(out, ignore_errors=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work.rename(out)
+        put_folder(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     if log is not None:

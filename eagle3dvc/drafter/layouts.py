@@ -32,6 +32,7 @@ _NOISE = {
     *("transformers_version", "use_cache", "tie_word_embeddings", "num_aux_hidden_states", "return_dict"),
 }
 _SGLANG_OWN = {"draft_vocab_size", "eagle_config", "target_hidden_size", "rope_theta", "rope_scaling", "eagle3dvc"}
+_MOST_LAYERS = 256  # of a draft decoder; a number beyond it is a slip, and would cost memory before any tensor is looked at
 _SKIPPED = {"verifier_norm.weight", "verifier_lm_head.weight"}  # the verifier's own, never part of a drafter
 
 
@@ -154,6 +155,7 @@ def read(folder: str | Path, layer_ids: list[int] | None = None, verifier: str |
     folder = Path(folder)
     config = read_config(folder)
     layout = detect(config, folder)
+    _check_kinds(config, _KINDS if layout == SPECULATORS else _KINDS | _DECODER_KINDS, "", folder)
     parse = _from_speculators if layout == SPECULATORS else _from_sglang
     d = parse(config, read_tensors(folder), folder, layer_ids, verifier)
     check_tensors(d, folder)
@@ -166,11 +168,81 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: give the folder of a drafter (config.json and safetensors)") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{path} cannot be read as JSON: {e}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} does not hold a JSON object: it is not a model's configuration")
     return config
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x < 1 << 31
+
+
+def _is_texts(x: Any) -> bool:
+    return isinstance(x, list) and all(isinstance(v, str) for v in x)
+
+
+# kinds of values: (test, how a message calls it)
+_COUNT = (_is_count, "a whole number from 1 up")
+_LAYERS = (lambda x: _is_count(x) and x <= _MOST_LAYERS, f"a whole number from 1 to {_MOST_LAYERS}")
+_POSITIVE = (lambda x: isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e30, "a number above 0")
+_FLAG = (lambda x: isinstance(x, bool), "true or false")
+_TEXT = (lambda x: isinstance(x, str), "text")
+_TEXTS = (_is_texts, "a list of texts")
+_IDS = (lambda x: isinstance(x, list) and all(map(_is_whole, x)), "a list of whole numbers")
+_DECODER_KINDS = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"), _COUNT),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "sliding_window"), _COUNT),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "partial_rotary_factor"), _POSITIVE),
+    **dict.fromkeys(("attention_bias", "mlp_bias"), _FLAG),
+    **dict.fromkeys(("model_type", "hidden_act"), _TEXT),
+    "num_hidden_layers": _LAYERS,
+    "layer_types": _TEXTS,
+    "rope_parameters": {"rope_theta": _POSITIVE, "rope_type": _TEXT, "factor": _POSITIVE, "partial_rotary_factor": _POSITIVE},
+    "rope_scaling": {"rope_theta": _POSITIVE, "rope_type": _TEXT, "type": _TEXT, "factor": _POSITIVE},
+}
+_VERIFIER_KINDS = {"name_or_path": _TEXT, "architectures": _TEXTS}
+_KINDS = {
+    "draft_vocab_size": _COUNT,
+    "target_hidden_size": _COUNT,
+    "architectures": _TEXTS,
+    "speculators_model_type": _TEXT,
+    **dict.fromkeys(NORM_FLAGS, _FLAG),
+    "eagle_aux_hidden_state_layer_ids": _IDS,
+    "speculators_config": {
+        "algorithm": _TEXT,
+        "verifier": _VERIFIER_KINDS,
+        "proposal_methods": [{"speculative_tokens": _COUNT}],
+    },
+    "transformer_layer_config": _DECODER_KINDS,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": _IDS, "use_aux_hidden_state": _FLAG},
+    "eagle3dvc": {"speculative_tokens": _COUNT, "verifier": _TEXT, "verifier_architectures": _TEXTS},
+}
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _check_kinds(values: Any, kinds: Any, name: str, where: Path) -> None:
+    """UserError for a setting whose value is of the wrong kind; what is absent or null is left to whoever needs it."""
+    if values is None:
+        return
+    if isinstance(kinds, tuple):
+        test, called = kinds
+        if not test(values):
+            raise UserError(f"{where}/config.json: {name} = {json.dumps(values)[:80]} must be {called}")
+    elif isinstance(kinds, list):
+        if not isinstance(values, list):
+            raise UserError(f"{where}/config.json: {name} must be a list")
+        for i, value in enumerate(values):
+            _check_kinds(value, kinds[0], f"{name}[{i}]", where)
+    else:
+        if not isinstance(values, dict):
+            raise UserError(f"{where}/config.json: {name or 'it'} must be an object")
+        for key, kind in kinds.items():
+            _check_kinds(values.get(key), kind, f"{name}.{key}" if name else key, where)
 
 
 def detect(config: dict[str, Any], where: Path) -> str:
@@ -181,7 +253,7 @@ def detect(config: dict[str, Any], where: Path) -> str:
     if kind is not None:
         raise UserError(f"{where}: speculators_model_type is {kind!r}, only eagle3 drafters are handled")
     names = config.get("architectures") or []
-    if "LlamaForCausalLMEagle3" in names:
+    if isinstance(names, list) and "LlamaForCausalLMEagle3" in names:
         return SGLANG
     raise UserError(
         f"{where}: neither a speculators EAGLE-3 drafter (no speculators_model_type) nor an EAGLE-3 drafter for SGLang "
@@ -195,9 +267,9 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as e:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
             raise UserError(f"{index} is not a safetensors index: {e!r}") from None
-        if any(Path(n).name != n for n in names):
+        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
             raise UserError(f"{index} names files outside its folder: refused")
         if missing := [n for n in names if not (folder / n).is_file()]:
             raise UserError(f"{index} names {missing[0]}, which does not exist: the download is incomplete")
@@ -290,12 +362,17 @@ def _decoder(raw: dict[str, Any], where: Path, drop: set[str] = frozenset()) -> 
     """Decoder keys in one spelling, defaults written out: head_dim, key/value heads, rope_parameters."""
     c = {k: v for k, v in raw.items() if k not in _NOISE | drop and not k.startswith("_")}
     for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "rms_norm_eps"):
-        if not isinstance(c.get(key), int | float):
+        if c.get(key) is None:
             raise UserError(f"{where}/config.json: {key} is missing from the decoder's configuration")
-    c.setdefault("model_type", "llama")
-    c.setdefault("num_hidden_layers", 1)
+    c["model_type"] = c.get("model_type") or "llama"
+    c["num_hidden_layers"] = c.get("num_hidden_layers") or 1
     c["num_key_value_heads"] = c.get("num_key_value_heads") or c["num_attention_heads"]
     c["head_dim"] = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    if c["num_attention_heads"] % c["num_key_value_heads"] or c["head_dim"] % 2:
+        raise UserError(
+            f"{where}/config.json: {c['num_attention_heads']} attention heads of {c['num_key_value_heads']} keys and "
+            f"{c['head_dim']} channels: the first must be a multiple of the second, the last even"
+        )
     rope = dict(c.get("rope_parameters") or {})
     if old := raw.get("rope_scaling"):
         rope = {**{k: v for k, v in old.items() if k != "type"}, "rope_type": old.get("rope_type") or old.get("type")}
@@ -343,6 +420,8 @@ def _from_speculators(config, tensors, where: Path, layer_ids, verifier) -> Draf
     source = spec.get("verifier") or {}
     methods = spec.get("proposal_methods") or [{}]
     decoder = _decoder(raw, where)
+    if config.get("norm_before_residual") is None:
+        raise UserError(f"{where}/config.json: norm_before_residual is missing; vLLM would assume true, say which it is")
     return Drafter(
         tensors={k: v for k, v in tensors.items() if k not in _SKIPPED},
         decoder=decoder,
@@ -350,9 +429,9 @@ def _from_speculators(config, tensors, where: Path, layer_ids, verifier) -> Draf
         draft_vocab_size=config.get("draft_vocab_size") or decoder["vocab_size"],
         verifier=verifier or source.get("name_or_path") or "",
         verifier_architectures=tuple(source.get("architectures") or ()),
-        speculative_tokens=methods[0].get("speculative_tokens") or 3,
+        speculative_tokens=(methods[0] or {}).get("speculative_tokens") or 3,
         target_hidden_size=config.get("target_hidden_size"),
-        **{flag: bool(config.get(flag, False)) for flag in NORM_FLAGS},
+        **{flag: bool(config.get(flag)) for flag in NORM_FLAGS},
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from eagle3dvc.drafter import layouts
 from eagle3dvc.drafter.vocab import DraftVocab, check
 from eagle3dvc.errors import UserError
 from eagle3dvc.stage import write_json
@@ -198,7 +199,7 @@ def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a drafter checkpoint: it has no config.json")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = layouts.read_config(folder)
     index = folder / "model.safetensors.index.json"
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     tensors: dict[str, torch.Tensor] = {}

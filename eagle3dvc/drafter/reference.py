@@ -125,17 +125,23 @@ def load(folder: str | Path) -> Reference:
 
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    raw = load_file(folder / "model.safetensors")
+    raw = {k.removeprefix("model."): v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     if "speculators_model_type" in config:
         decoder, ids = config["transformer_layer_config"], config["eagle_aux_hidden_state_layer_ids"]
         rope = {"rope_parameters": dict(decoder["rope_parameters"])}
-        flags = {f: config[f] for f in flags}
+        flags = {f: bool(config.get(f)) for f in flags}
     else:
         decoder, ids = config, [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
         rope = {k: config[k] for k in ("rope_theta", "rope_scaling", "partial_rotary_factor") if k in config}
         flags = dict.fromkeys(flags, False)
         raw = {k.replace("midlayer.", "layers.0."): v for k, v in raw.items()}
+    heads = decoder["num_attention_heads"]
+    decoder = decoder | {
+        "num_hidden_layers": decoder.get("num_hidden_layers") or 1,
+        "num_key_value_heads": decoder.get("num_key_value_heads") or heads,
+        "head_dim": decoder.get("head_dim") or decoder["hidden_size"] // heads,
+    }
     sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
     rotary = LlamaRotaryEmbedding(LlamaConfig(**{k: decoder[k] for k in sizes if k in decoder}, **rope))
     return Reference(raw, decoder, list(ids), flags, rotary)

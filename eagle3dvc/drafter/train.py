@@ -489,9 +489,7 @@ def _finish(params: Params, paths: dict[str, str], inputs: Inputs, trainer: Any)
             "history": history,
         }
         stage.write_json(tmp / "training.json", record)
-        if out.exists():
-            shutil.rmtree(out)
-        os.rename(tmp, out)
+        stage.put_folder(tmp, out)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise

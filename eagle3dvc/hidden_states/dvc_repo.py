@@ -34,10 +34,20 @@ class DvcRepo:
 
     @classmethod
     def open(cls) -> DvcRepo | None:
-        """None where the current folder is in no DVC repository; UserError where DVC refuses to open the one that is there."""
-        from dvc.exceptions import DvcException, NotDvcRepoError
-        from dvc.repo import Repo
-
+        """None where the current folder is in no DVC repository; UserError where the one that is there cannot be opened."""
+        here = Path.cwd()
+        found = next((p for p in (here, *here.parents) if (p / ".dvc").is_dir()), None)
+        # `dvc init` writes a config; without one it is only what stages keep their unfinished work in
+        if found is None or not (found / ".dvc" / "config").is_file():
+            return None
+        try:
+            from dvc.exceptions import DvcException, NotDvcRepoError
+            from dvc.repo import Repo
+        except ImportError as e:
+            raise UserError(
+                f"{found} is a DVC repository but DVC cannot be imported ({e}): install it (pip install dvc), or run the stages in "
+                "a folder outside the repository"
+            ) from None
         try:
             return cls(Repo())
         except NotDvcRepoError:
@@ -198,7 +208,10 @@ def locked_dirs(out: str) -> list[str]:
 
 def _lock_texts_of_refs(root: Path) -> list[str]:
     def git(*args: str, text: str = "") -> str:
-        r = subprocess.run(["git", "-C", str(root), *args], input=text, capture_output=True, text=True)
+        try:
+            r = subprocess.run(["git", "-C", str(root), *args], input=text, capture_output=True, text=True)
+        except FileNotFoundError:  # no git on this machine: no refs to ask
+            return ""
         return r.stdout if r.returncode == 0 else ""
 
     prefix = git("rev-parse", "--show-prefix").strip()

@@ -23,7 +23,7 @@ from eagle3dvc.prompts import shards
 from eagle3dvc.prompts.conversations import Conversation, Rejected, from_row
 from eagle3dvc.prompts.render import Encoded, Renderer, load_renderer
 from eagle3dvc.prompts.sources import Row, mixed, open_sources, shuffled
-from eagle3dvc.stage import root, write_json
+from eagle3dvc.stage import put_folder, root, write_json
 
 _BATCH = 256  # rows rendered and tokenised together
 _DRY = 100_000  # an endless source that gave no new sample in so many rows has no more
@@ -68,8 +68,7 @@ def build(
             log["seconds_growing"] = round(max(0.0, time.monotonic() - began - apart), 3)
             if responder is not None:
                 responder.save(unfinished)
-            shutil.rmtree(out, ignore_errors=True)
-            unfinished.rename(out)
+            put_folder(unfinished, out)
             if responder is not None:
                 responder.extract(out)  # the engine is loaded: the states of what it wrote come from the same session
     except UserError:

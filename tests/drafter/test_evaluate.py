@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -152,8 +153,68 @@ def test_what_cannot_be_evaluated(trained, run, tmp_path):
     config = json.loads((copy / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 4]
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"reads the auxiliary layers \[2, 3, 4\], the hidden states hold \[1, 3, 5\]"):
+    with pytest.raises(UserError, match=r"reads the auxiliary layers \[2, 3, 4\], .* hold \[1, 3, 5\]"):
         run(drafter=copy)
+
+
+def test_a_damaged_folder_is_one_sentence(trained, run, tmp_path):
+    copy = Path(shutil.copytree(trained.export / "speculators", tmp_path / "other"))
+    weights = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    for setting in ({"drafter": copy}, {"baseline": str(copy)}):
+        with pytest.raises(UserError, match="truncated or damaged"):
+            run(**setting)
+
+
+def test_a_baseline_of_another_vocabulary(trained, run, tmp_path):
+    """Another part of the verifier's vocabulary is comparable; another verifier's vocabulary is not."""
+    d = layouts.read(trained.export / "speculators")
+    few = 16
+    tensors = dict(d.tensors)
+    ids = (torch.arange(d.draft_vocab_size) + tensors["d2t"])[:few]
+    tensors |= {"lm_head.weight": tensors["lm_head.weight"][:few].clone(), "d2t": tensors["d2t"][:few].clone()}
+    tensors["t2d"] = torch.zeros_like(tensors["t2d"]).index_fill(0, ids, True)
+    layouts.write(dataclasses.replace(d, tensors=tensors, draft_vocab_size=few), tmp_path / "few", "speculators")
+    found = run(baseline=str(tmp_path / "few"))[0]["baseline"]
+    assert 1 <= found["acceptance_length"] < run()[0]["acceptance_length"] and found["difference"] > 0
+    more = d.vocab_size + 8
+    tensors = d.tensors | {"t2d": torch.cat([d.tensors["t2d"], torch.zeros(8, dtype=torch.bool)])}
+    other = dataclasses.replace(d, tensors=tensors, decoder=d.decoder | {"vocab_size": more})
+    layouts.write(other, tmp_path / "more", "speculators")
+    with pytest.raises(UserError, match=f"a verifier with vocabulary {more} .* has {d.vocab_size}"):
+        run(baseline=str(tmp_path / "more"))
+
+
+def test_a_drafter_of_a_verifier_of_another_name_is_said(trained, run, tmp_path, capsys):
+    d = layouts.read(trained.export / "speculators", verifier="tests/other")
+    layouts.write(d, tmp_path / "other", "speculators")
+    run()
+    assert "it is evaluated on" not in capsys.readouterr().err
+    run(drafter=tmp_path / "other")
+    assert "says it is a drafter for tests/other; it is evaluated on tests/tiny" in capsys.readouterr().err
+
+
+def test_many_draft_tokens_and_none(run):
+    found = run(draft_tokens=20)[0]
+    assert len(found["acceptance_by_position"]) == 20
+    assert found["acceptance_length"] >= run()[0]["acceptance_length"]
+    with pytest.raises(UserError, match=r"evaluate\.draft_tokens = 0 "):
+        params(draft_tokens=0)
+
+
+def test_what_needs_an_engine_says_so():
+    for name in ("exact", "alone"):
+        with pytest.raises(UserError, match=f"evaluate.{name} needs an engine"):
+            params(**{name: True})
+
+
+def test_a_prompt_beyond_the_context_is_refused(trained):
+    f = trained.world.folders
+    samples = evaluate.heldout(12, f["hidden"], f["prompts"])
+    positions = json.loads((Path(f["verifier"]) / "config.json").read_text())["max_position_embeddings"]
+    asked = params(engine="vllm", max_new_tokens=positions)
+    with pytest.raises(UserError, match=f"has 6 tokens; .* the verifier's {positions} positions"):
+        evaluate.engine_specs(asked, trained.export / "speculators", samples, f["verifier"])
 
 
 def test_no_heldout_split(trained, tmp_path):
@@ -218,6 +279,9 @@ def test_prompt_files_are_rendered_and_grouped_by_category(tmp_path):
     ], "first questions only, each with the prompt for an answer"
     assert [p.group for p in found] == ["questions/math", "questions", "questions"]
     assert len(evaluate.file_prompts(asked, tmp_path / "verifier", 1)) == 1
+    file.write_text("")
+    with pytest.raises(UserError, match=r"questions\.jsonl is empty: it holds no row; remove it from evaluate\.prompts"):
+        evaluate.file_prompts(asked, tmp_path / "verifier", 10)
     file.write_text(json.dumps({"nothing": 1}) + "\n")
     with pytest.raises(UserError, match=r"evaluate\.prompts: .*questions\.jsonl line 1 is no question"):
         evaluate.file_prompts(asked, tmp_path / "verifier", 10)

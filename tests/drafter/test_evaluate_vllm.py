@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +31,7 @@ class Served:
     root: Path
     params: Params
     texts: np.ndarray  # int32 [HELDOUT, PROMPT + LENGTH + K]: the verifier's own greedy answers
+    spec: serving.Spec  # what was asked of it
     first: serving.Result  # the drafter beside the verifier, as the stage asks for it
     alone: serving.Result  # nothing but the export's folder
 
@@ -97,14 +97,10 @@ def served(tmp_path_factory) -> Served:
         endless = dataclasses.replace(specs[K], stop_token_ids=[], env=ENV)  # what the walk is compared with never ends early
         first = serving.measure(endless, root / "first.log")
 
-        snapshot = root / "hub/models--tests--tiny/snapshots/0123"
-        shutil.copytree("verifier", snapshot)
-        (snapshot.parents[1] / "refs").mkdir()
-        (snapshot.parents[1] / "refs/main").write_text("0123")
-        hub = {**ENV, "HF_HUB_CACHE": str(root / "hub"), "HF_HUB_OFFLINE": "1"}
+        hub = ENV | evaluate.stand_in("tests/tiny", root / "verifier", root / "hub")
         alone = dataclasses.replace(endless, model=None, draft_tokens=0, batch_sizes=[4], env=hub)
         alone = serving.measure(alone, root / "alone.log")
-    return Served(root, params, texts[60:], first, alone)
+    return Served(root, params, texts[60:], endless, first, alone)
 
 
 def walked(served: Served):
@@ -145,7 +141,7 @@ def test_comparison_with_plain_decoding(served):
     """What goes to the log; the plain engine's figures are those of the same run at half the speed."""
     slow = [{**r, "tokens_per_second": r["tokens_per_second"] / 2} for r in served.first.runs]
     plain = dataclasses.replace(served.first, runs=slow, outputs=[*served.first.outputs[:-1], [0]])
-    log = evaluate.compare(plain, {K: served.first}, K, "float32")
+    log = evaluate.compare(plain, {K: served.first}, K, "float32", LENGTH)
     assert log["speedup"] == 2.0 and log["identical_outputs"] == HELDOUT - 1 and log["prompts"] == HELDOUT
     assert log["acceptance_length"] == pytest.approx(walked(served).acceptance_length, abs=1e-4)
     assert [row["batch_size"] for row in log["table"]] == [1, 4]
@@ -156,3 +152,52 @@ def test_failure_names_the_cause_and_the_log(served, tmp_path):
     spec = serving.Spec([[1, 2]], ["a"], 4, model=str(tmp_path / "nothing"))
     with pytest.raises(UserError, match=r"vLLM failed serving .*nothing: .*; its log is .*x\.log"):
         serving.measure(spec, tmp_path / "x.log")
+
+
+def proof(served, tmp_path, results, answers=None, **extract):
+    """evaluate.exact for what the engines gave; `answers`: those of the plain engine, by default the verifier's own."""
+    params = served.params.model_copy(update={"extract": served.params.extract.model_copy(update=extract)})
+    answers = [row[PROMPT:].tolist() for row in served.texts] if answers is None else answers
+    return evaluate.exact(
+        params,
+        served.root / "models/export/speculators",
+        served.folders["verifier"],
+        served.spec,
+        answers,
+        {name: (K, result) for name, result in results.items()},
+        tmp_path,
+    )
+
+
+def test_the_stage_proves_that_counters_and_answers_agree(served, tmp_path):
+    found = proof(served, tmp_path, {"3": served.first, "alone": served.alone})
+    wanted = walked(served)
+    for row in found.values():
+        assert row["equal"] and row["identical_outputs"] == row["prompts"] == HELDOUT
+        assert row["engine"] == row["walk"]
+        assert row["walk"] == {"drafts": wanted.drafts, "accepted": wanted.accepted, "by_position": wanted.by_position}
+
+
+def off_by_one(result: serving.Result) -> serving.Result:
+    runs = [dict(run) for run in result.runs]
+    groups = {name: dict(g) for name, g in runs[-1]["groups"].items()}
+    groups["source-0"]["accepted"] += 1
+    runs[-1]["groups"] = groups
+    return dataclasses.replace(result, runs=runs)
+
+
+def test_one_accepted_draft_more_is_an_error(served, tmp_path):
+    with pytest.raises(UserError, match="counters must be the walk's"):
+        proof(served, tmp_path, {"3": off_by_one(served.first)})
+
+
+def test_another_answer_is_an_error(served, tmp_path):
+    answers = [row[PROMPT:].tolist() for row in served.texts]
+    answers[0], answers[1] = answers[1], answers[0]
+    with pytest.raises(UserError, match=f"{HELDOUT - 2} of {HELDOUT} answers"):
+        proof(served, tmp_path, {"3": served.first}, answers)
+
+
+def test_in_bfloat16_a_difference_is_reported(served, tmp_path):
+    row = proof(served, tmp_path, {"3": off_by_one(served.first)}, dtype="bfloat16")["3"]
+    assert not row["equal"] and row["identical_outputs"] == HELDOUT
