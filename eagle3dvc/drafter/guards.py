@@ -51,6 +51,12 @@ HOLES = (
         "save_checkpoint keeps float32 moments and BaseCheckpointer skips unfinished folders",
     ),
     Hole(
+        "gradient checkpointing",
+        "refused for EAGLE-3, and whole layers could not be: each TTT step appends to one key-value cache",
+        "model.checkpoint_gradients: the feed-forward blocks alone",
+        "Eagle3DraftModel.supports_gradient_checkpointing is true",
+    ),
+    Hole(
         "max_steps",
         "train_epoch stops at max_steps, but run_training starts the next epoch, which takes one more step each",
         "trainer.DrafterTrainer.run_training counts steps, not epochs",

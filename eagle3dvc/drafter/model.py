@@ -7,6 +7,7 @@ the verifier's remote code is needed, and a missing tensor is an error (speculat
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,17 @@ def instantiate(config: Any, head: Any, vocab: DraftVocab, attention: str):
         frozen.weight.requires_grad_(False)
     _check_targets(model, head, vocab)
     return model
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Have the backward pass compute the feed-forward blocks again instead of keeping their activations, the widest there are.
+
+    The attention is left alone: the TTT steps share one key-value cache, which a second pass would fill twice.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    for layer in model.layers:
+        layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
 
 
 def _check_targets(model: Any, head: Any, vocab: DraftVocab) -> None:

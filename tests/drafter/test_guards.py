@@ -5,6 +5,7 @@ Where a first half fails, the library has changed: read the entry, and drop the 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -355,3 +356,24 @@ def test_acceptance(drafter):
 )
 def test_loss_implementation(device, compiled, name):
     assert guards.loss_implementation(torch.device(device), compiled) == name
+
+
+def test_gradient_checkpointing(drafter):
+    """Refused by the library; whole layers computed again would see a cache that already holds their keys."""
+    from speculators.losses import resolve_loss_config
+
+    assert not drafter.supports_gradient_checkpointing
+    call = {"ttt_steps": 3, "loss_config": resolve_loss_config("kl_div", "eager")}
+    grads = {}
+    for kind in ("plain", "blocks"):
+        drafter.zero_grad()
+        if kind == "blocks":
+            model.checkpoint_gradients(drafter)
+        drafter(**batch(), **call)[1].backward()
+        grads[kind] = drafter.layers[0].mlp.up_proj.weight.grad.clone()
+    assert torch.allclose(grads["plain"], grads["blocks"], atol=1e-7) and grads["plain"].abs().max() > 0
+    for layer in drafter.layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    with pytest.raises(RuntimeError):
+        drafter(**batch(), **call)[1].backward()
