@@ -323,6 +323,8 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
     if inputs.warm is not None:
         _warm(draft, inputs.warm)
     draft.lm_head.weight.requires_grad_(t.train_lm_head)
+    if t.gradient_checkpointing:
+        model.checkpoint_gradients(draft)
     plan = Plan(
         inputs.train, inputs.data.lengths[inputs.train], inputs.found.targets[inputs.train], t.tokens_per_batch, params.seed
     )
@@ -353,7 +355,6 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
         scheduler_total_steps=steps,
         hidden_states_dtype=torch.bfloat16 if t.precision == "bfloat16" else torch.float32,
         fsdp_shard=t.fsdp,
-        gradient_checkpointing=t.gradient_checkpointing,
         max_steps=steps,
     )
     settings = Settings(

@@ -60,6 +60,21 @@ class Clock:
     saving: float = 0.0
 
 
+@dataclass
+class Figures:
+    """What a step gave, on its way from the device. values: loss, gradient norm, then the metrics of `names`, float32 in host
+    memory; whole: when they are there (None at once). losses: each micro-batch's share of the loss, on the device."""
+
+    step: int
+    values: torch.Tensor
+    whole: Any
+    names: list[str]
+    rates: dict[str, float]
+    losses: list[torch.Tensor]
+    batches: list[list[int]]
+    log: bool
+
+
 class DrafterTrainer(Trainer):
     """See the module. data, plan: the reader and the batches; heldout: its validation items; head: the verifier's Head.
 
@@ -89,6 +104,7 @@ class DrafterTrainer(Trainer):
         self.last: Acceptance | None = None
         self.final: dict[str, torch.Tensor] = {}  # the trained tensors after the last step
         self._signal: int | None = None
+        self._pending: Figures | None = None
         super().__init__(model, config, plan)
 
     # what the library's constructor calls
@@ -102,6 +118,8 @@ class DrafterTrainer(Trainer):
                 f"train.gradient_accumulation_steps = {self.settings.accumulation} micro-batches a step cannot be shared by "
                 f"{self.world} processes: set it to a multiple of {self.world}"
             )
+        # signals are agreed on through host memory: through the GPU every step would wait for it
+        self._host_group = dist.new_group(backend="gloo") if self.is_distributed and self.device.type == "cuda" else None
 
     # state
 
@@ -135,6 +153,7 @@ class DrafterTrainer(Trainer):
 
     def save(self) -> None:
         """Write a checkpoint of the present step (all processes must call it)."""
+        self._drain()
         tensors, optimizer = self._trained(), self._optimizer_state()
         if self.rank == 0:
             state = {
@@ -230,15 +249,15 @@ class DrafterTrainer(Trainer):
                 self.clock.saving += time.perf_counter() - began
                 saved = self.global_step
             if ended:
-                return
+                return self._drain()
             self.train_step(loader)
             self._stop_if_asked(saved)
 
     def _stop_if_asked(self, saved: int) -> None:
         asked = self._signal or 0
         if self.is_distributed:  # torchrun signals the processes one after the other
-            flag = torch.tensor([asked], device=self.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            flag = torch.tensor([asked])
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._host_group)
             asked = int(flag)
         if asked:
             if saved != self.global_step:
@@ -261,7 +280,11 @@ class DrafterTrainer(Trainer):
 
     def train_step(self, loader: Loader) -> None:
         """One optimizer step: this process's micro-batches, each weighted by its share of the step's supervised targets, so that
-        the gradient is that of the whole batch however it is divided."""
+        the gradient is that of the whole batch however it is divided.
+
+        The step's figures are looked at one step later, or before anything is evaluated or saved: waiting for them here would leave
+        the GPU without work.
+        """
         s, began = self.settings, time.perf_counter()
         first = self.global_step * s.accumulation
         wanted = sum(self.plan.batch_targets(n) for n in range(first, first + s.accumulation))
@@ -288,19 +311,46 @@ class DrafterTrainer(Trainer):
         loss_sum = torch.stack(losses).sum()
         if self.is_distributed:
             dist.all_reduce(loss_sum)
-        value, norm_value = torch.stack([loss_sum, norm.to(loss_sum)]).tolist()
-        if not (math.isfinite(value) and math.isfinite(norm_value)):
-            self._not_finite(value, norm_value, losses, batches)
-        self._optimizers_step()
+        log = (self.global_step + 1) % s.log_every == 0 or self.global_step + 1 == s.steps
+        if log and self.is_distributed:
+            metrics = _all_reduce_metrics(metrics)
+        found = [v.float().reshape(()) for v in metrics.values()] if log else []
+        values, whole = self._to_host(torch.stack([loss_sum, norm.to(loss_sum), *found]))
+        self._settle()
         rates = {type(o).__name__: o.param_groups[0]["lr"] for o in self.optimizers}
+        self._optimizers_step()
         self._schedulers_step()
         self._optimizers_zero_grad()
         self.global_step += 1
+        self._pending = Figures(self.global_step, values, whole, list(metrics) if log else [], rates, losses, batches, log)
         self.clock.steps += 1
         self.clock.tokens += tokens
         self.clock.seconds += time.perf_counter() - began
-        if self.global_step % s.log_every == 0 or self.global_step == s.steps:
-            self._log_step(value, norm_value, metrics, rates)
+
+    def _to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """(copy in host memory, event after which it is whole); nothing waits here."""
+        if values.device.type != "cuda":
+            return values, None
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        whole = torch.cuda.Event()
+        whole.record()
+        return host, whole
+
+    def _settle(self) -> None:
+        """Look at the last step's figures (all processes come here at the same step): end the run where they are not finite, else
+        log them if they are due."""
+        figures, self._pending = self._pending, None
+        if figures is None:
+            return
+        if figures.whole is not None:
+            figures.whole.synchronize()
+        loss, norm, *metrics = figures.values.tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._not_finite(figures, loss, norm)
+        if figures.log:
+            found = normalize_counted_metrics(dict(zip(figures.names, metrics, strict=True)), self.world)
+            accuracy = {k: v for k, v in found.items() if k.startswith("cond_acc_")}
+            self._emit({"train": {"loss": loss, "grad_norm": norm, **accuracy}, "lr": figures.rates}, figures.step)
 
     def _sync(self, last: bool):
         """Gradients travel between processes with the last micro-batch of a step only."""
@@ -311,10 +361,17 @@ class DrafterTrainer(Trainer):
     def _autocast(self):
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.bfloat16)
 
-    def _not_finite(self, loss: float, norm: float, losses: list[torch.Tensor], batches: list[list[int]]) -> None:
+    def _drain(self) -> None:
+        """:meth:`_settle` outside a step; what the device still had to do counts as the step's time."""
+        began = time.perf_counter()
+        self._settle()
+        self.clock.seconds += time.perf_counter() - began
+
+    def _not_finite(self, figures: Figures, loss: float, norm: float) -> None:
         """Raise UserError naming the samples of the micro-batches at fault in all processes (all of them come here), or those of
         the whole step where only the gradient is not finite."""
-        wrong = [b for b, v in zip(batches, losses, strict=True) if math.isfinite(loss) or not torch.isfinite(v)]
+        pairs = zip(figures.batches, figures.losses, strict=True)
+        wrong = [b for b, v in pairs if math.isfinite(loss) or not torch.isfinite(v)]
         names = [self.data[i].sample_id for b in wrong for i in b]
         if self.is_distributed:
             parts: list[list[str]] = [names] * self.world
@@ -322,37 +379,29 @@ class DrafterTrainer(Trainer):
             names = [name for part in parts for name in part]
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         raise UserError(
-            f"{what} at step {self.global_step + 1}, before the weights were changed; samples in the batch: {', '.join(names)}; "
+            f"{what} at step {figures.step}, nothing of which is kept; samples in the batch: {', '.join(names)}; "
             "the last checkpoint is kept: lower train.learning_rate or train.max_grad_norm, or look at these samples with "
             "`eagle3dvc inspect`"
         )
 
-    def _log_step(self, loss: float, norm: float, metrics: dict[str, torch.Tensor], rates: dict[str, float]) -> None:
-        if self.is_distributed:
-            metrics = _all_reduce_metrics(metrics)
-        values = torch.stack([v.float().reshape(()) for v in metrics.values()]).tolist()  # one copy from the device
-        found = normalize_counted_metrics(dict(zip(metrics, values, strict=True)), self.world)
-        accuracy = {k: v for k, v in found.items() if k.startswith("cond_acc_")}
-        row = {"train": {"loss": loss, "grad_norm": norm, **accuracy}, "lr": rates}
-        self._emit(row)
-
-    def _emit(self, row: dict[str, Any]) -> None:
+    def _emit(self, row: dict[str, Any], step: int) -> None:
         """Keep the row (a resumed run shows the whole curve) and hand it to every logger of speculators.metrics. What differs
         from run to run goes to the loggers only."""
         if self.rank:
             return
-        self.history.append({"step": self.global_step, **row})
+        self.history.append({"step": step, **row})
         c = self.clock
         profile = {"tokens": c.tokens * self.world, "seconds": c.seconds, "data_wait_seconds": c.wait}
         if self.device.type == "cuda":
             profile["memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
-        metric_logger.info({**row, "profile": profile}, extra={"step": self.global_step})
+        metric_logger.info({**row, "profile": profile}, extra={"step": step})
 
     # evaluation
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Acceptance length by the exact walk on the validation samples; the best weights so far are kept."""
+        self._drain()
         self.model.eval()
         whole = self.config.fsdp_shard or not self.is_distributed  # sharded weights need every process in every pass
         part = (0, 1) if whole else (self.rank, self.world)
@@ -381,4 +430,6 @@ class DrafterTrainer(Trainer):
         else:
             self.stale += 1
         by_position = {f"acceptance_at_{j}": r for j, r in enumerate(found.rate_by_position, 1)}
-        self._emit({"heldout": {"loss": found.loss, "acceptance_length": found.acceptance_length, **by_position}})
+        self._emit(
+            {"heldout": {"loss": found.loss, "acceptance_length": found.acceptance_length, **by_position}}, self.global_step
+        )
