@@ -231,7 +231,13 @@ def child(root: Path, kind: str, payload: str, records: Path, processes: int = 1
     """Run one side. until: the step after whose record it is ended (the library would go on to validate and save)."""
     here = Path(__file__).resolve()
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    environment = {**os.environ, "PYTHONPATH": f"{here.parents[1]}:{os.environ.get('PYTHONPATH', '')}", "DVC_ROOT": str(root)}
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))} if processes > 1 else {}
+    environment = {
+        **threads,
+        **os.environ,
+        "PYTHONPATH": f"{here.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
+        "DVC_ROOT": str(root),
+    }
     command = [sys.executable, *launch, str(here), "--child", kind, payload, str(records)]
     process = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True)
     try:

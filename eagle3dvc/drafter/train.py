@@ -109,7 +109,10 @@ def torchrun(params: Params, paths: dict[str, str], processes: int, log: Any) ->
         job = Path(folder)
         stage.write_json(job / "job.json", {"params": params.model_dump(mode="json"), "paths": paths})
         command = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc-per-node={processes}"]
-        child = subprocess.Popen([*command, "-m", "eagle3dvc.drafter.train", str(job)])
+        # torchrun would give each process one thread; reading, checking and moving a large verifier's head want their share
+        threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ}
+        child = subprocess.Popen([*command, "-m", "eagle3dvc.drafter.train", str(job)], env=environment)
         try:
             code = child.wait()
         except BaseException:  # a signal for the stage: the processes save and end
