@@ -74,7 +74,7 @@ class Range:
 
 
 ZERO = Range(0.0, 0.0)
-REPEAT = Range(0.85, 1.15)  # stages of the demo, run again on the same idle machine (docs/plan.md)
+REPEAT = Range(0.85, 1.15)  # an estimate from few runs on a shared machine; short stages move by more (docs/plan.md)
 Figure = Annotated[Range, BeforeValidator(Range.of), PlainSerializer(lambda r: r.low if r.low == r.high else r.pair())]
 
 
