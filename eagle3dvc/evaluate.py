@@ -321,6 +321,7 @@ def run_engine(params: Params, drafter: Path, samples: Heldout, verifier: str | 
     base = serving.measure(plain, logs / "evaluate-plain.log")
     found = {k: serving.measure(spec, logs / f"evaluate-draft{k}.log") for k, spec in specs.items()}
     log = compare(base, found, e.draft_tokens, params.extract.dtype, e.max_new_tokens)
+    log["endless"] = e.exact  # then these are not the figures of serving: text past the end of an answer is drafted as well
     served = {str(k): (k, result) for k, result in found.items()}
     if e.alone:
         alone = dataclasses.replace(specs[e.draft_tokens], model=None, draft_tokens=0)
