@@ -12,9 +12,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -357,6 +356,34 @@ def _probe_remote(repo) -> None:
     fs.remove(name)
 
 
+def _public(text: str) -> str:
+    """`text` without what stands before the @ of an address: it may be a password."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
+
+
+class _NoAnswer(Exception):
+    """Nothing came back in time."""
+
+
+def _within(seconds: float, call: Callable[[], None]) -> None:
+    """`call()` in a thread that neither this nor the end of the program waits for any longer. Raises what it raises, or _NoAnswer."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as e:  # handed to the caller
+            raised.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise _NoAnswer
+    if raised:
+        raise raised[0]
+
+
 def check_remote(c: Context) -> Iterator[Finding]:
     if c.repo is None:
         return
@@ -369,30 +396,27 @@ def check_remote(c: Context) -> Iterator[Finding]:
     if settings is None:
         yield failure(f"default remote {name!r} is not defined", f"dvc remote add {name} URL")
         return
-    url = str(settings.get("url", ""))
-    pool = ThreadPoolExecutor(1)
+    url = _public(str(settings.get("url", "")))
     try:
-        pool.submit(_probe_remote, c.repo).result(REMOTE_TIMEOUT)
-    except FutureTimeout:
+        _within(REMOTE_TIMEOUT, lambda: _probe_remote(c.repo))
+    except _NoAnswer:
         yield failure(
             f"remote {name} ({url}) did not answer in {REMOTE_TIMEOUT:.0f} s", "check its url, endpointurl and the network"
         )
     except Exception as e:  # every storage library has its own error classes
         if getattr(e, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS) or isinstance(e, PermissionError):
             yield failure(
-                f"remote {name} ({url}) is read-only here: {e}", "give this machine write access, or push from another"
+                f"remote {name} ({url}) is read-only here: {_public(str(e))}",
+                "give this machine write access, or push from another",
             )
             return
+        reason = _public(str(e)).partition("\n")[0]
         yield failure(
-            f"remote {name} ({url}) cannot be written: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}".rstrip(
-                ": "
-            ),
+            f"remote {name} ({url}) cannot be written: {type(e).__name__}: {reason}".rstrip(": "),
             "check url, endpointurl, credentials and network; `dvc push` shows the whole error",
         )
     else:
         yield ok(f"remote {name} ({url}) takes writes")
-    finally:
-        pool.shutdown(wait=False)
     if not settings.get("verify"):
         yield warning(
             f"remote {name} has no `verify`: a damaged object is pulled as good", f"dvc remote modify {name} verify true"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,20 @@ def test_unreachable_remote(repo, monkeypatch):
     lines = doctor.examine(only=["remote"])
     assert lines[0].level == "failure" and "127.0.0.1:9" in lines[0].text
     assert any("jobs" in line.fix for line in lines if line.level == "warning")
+
+
+def test_a_remote_that_never_answers_does_not_keep_doctor_from_ending(repo):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and says nothing
+        config("s3://bucket/x", extra=f"    endpointurl = http://127.0.0.1:{server.getsockname()[1]}\n")
+        code = "from eagle3dvc.fleet import doctor; doctor.REMOTE_TIMEOUT = 1.0; print(*doctor.examine(only=['remote']))"
+        environment = {**os.environ, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        r = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=40)
+    assert "did not answer" in r.stdout
+
+
+def test_a_password_in_the_address_is_not_printed(repo):
+    config("https://me:secret@127.0.0.1:1/x")
+    assert not any("secret" in str(line) for line in doctor.examine(only=["remote"]))
 
 
 def test_no_remote(repo):
