@@ -54,6 +54,7 @@ def failure(text: str, fix: str) -> tuple[str, str, str]:
 
 
 Finding = tuple[str, str, str]
+NO_PARAMS = ("not checked: params.yaml is missing or invalid", "see the check params")
 
 
 @dataclass
@@ -306,11 +307,20 @@ def check_link_type(c: Context) -> Iterator[Finding]:
         )
         return
     cache = Path(c.repo.cache.local.path)
-    cache.mkdir(parents=True, exist_ok=True)
     probe = cache / f".doctor-{os.getpid()}"
-    there = Path(tempfile.mkdtemp(prefix=".doctor-", dir="."))
     try:
+        there = Path(tempfile.mkdtemp(prefix=".doctor-", dir="."))
+    except OSError as e:
+        yield failure(f"this folder cannot be written ({e.strerror})", "give this user the folder, or clone to another place")
+        return
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
         probe.touch()
+    except OSError as e:
+        shutil.rmtree(there)
+        yield failure(f"DVC's cache {cache} cannot be written ({e.strerror})", "correct its owner, or dvc cache dir FOLDER")
+        return
+    try:
         os.link(probe, there / "link")
     except OSError as e:
         yield warning(
@@ -326,6 +336,7 @@ def check_link_type(c: Context) -> Iterator[Finding]:
 
 def check_site_cache(c: Context) -> Iterator[Finding]:
     if not c.dvc_config:
+        yield warning("not checked: DVC cannot open this folder", "see the check cache-link")
         return
     folder = c.dvc_config["core"].get("site_cache_dir")
     fix = 'dvc config --local core.site_cache_dir "$PWD/.dvc/site-cache"'
@@ -386,6 +397,7 @@ def _within(seconds: float, call: Callable[[], None]) -> None:
 
 def check_remote(c: Context) -> Iterator[Finding]:
     if c.repo is None:
+        yield warning("not checked: DVC cannot open this folder", "see the check cache-link")
         return
     name = c.repo.config["core"].get("remote")
     level = failure if c.params and c.params.extract.push_while_extracting else warning
@@ -465,6 +477,9 @@ def planned_bytes(c: Context) -> tuple[float, str]:
 def check_disk(c: Context) -> Iterator[Finding]:
     from eagle3dvc.fleet.plan import size
 
+    if c.params is None and c.samples is None:
+        yield warning(*NO_PARAMS)
+        return
     cache = Path(c.repo.cache.local.path) if c.repo is not None else Path(".dvc/cache")
     try:
         need, how = planned_bytes(c)
@@ -496,7 +511,7 @@ def _header(path: Path) -> tuple[dict, int]:
 
 def check_verifier(c: Context) -> Iterator[Finding]:
     if c.source is None and c.params is None:
-        yield warning("not checked: params.yaml is invalid", "correct params.yaml first")
+        yield warning(*NO_PARAMS)
         return
     if c.source is None:
         model = c.params.verifier.model
@@ -646,6 +661,7 @@ def _template_problem(template: Any) -> str | None:
 
 def check_layer_ids(c: Context) -> Iterator[Finding]:
     if c.params is None:
+        yield warning(*NO_PARAMS)
         return
     layers = (c.config or {}).get("num_hidden_layers")
     if layers is None:
@@ -684,7 +700,10 @@ def kv_bytes_per_token(config: dict[str, Any], itemsize: int = 2) -> int:
 
 def check_kv_room(c: Context) -> Iterator[Finding]:
     """Whether weights, one batch of KV and hidden-state cache fit the memory the engine may use."""
-    if c.params is None or c.config is None:
+    if c.params is None:
+        yield warning(*NO_PARAMS)
+        return
+    if c.config is None:
         yield ok("no verifier folder yet: nothing to check")
         return
     e, tp = c.params.extract, c.params.extract.tensor_parallel_size
@@ -718,6 +737,7 @@ def check_kv_room(c: Context) -> Iterator[Finding]:
 def check_sources(c: Context) -> Iterator[Finding]:
     """Local prompt sources exist; hub data sets are left to prepare."""
     if c.params is None:
+        yield warning(*NO_PARAMS)
         return
     sources = [s.path for s in c.params.prepare.sources]
     local = [p for p in sources if p != "demo" and (p.startswith((".", "/", "~")) or re.search(r"\.(jsonl?|parquet)(\.|$)", p))]

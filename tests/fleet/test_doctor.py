@@ -319,6 +319,19 @@ def test_outside_a_dvc_repository(tmp_path, monkeypatch):
     assert worst("cache-link")[0] == "failure"
 
 
+def test_no_check_is_silent_or_content_where_there_is_nothing_to_look_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for check in set(doctor.CHECKS) - {"versions", "gpus", "interconnect", "tokenizer"}:
+        assert {line.level for line in doctor.examine(only=[check])} & {"warning", "failure"}, check
+
+
+def test_a_cache_that_cannot_be_written(repo, tmp_path):
+    config(tmp_path, link='hardlink"\n    dir = "/sys/kernel/cache')
+    level, text = worst("cache-link")
+    assert level == "failure" and "/sys/kernel/cache" in text and "cannot be written" in text
+    assert not list(repo.glob(".doctor*"))
+
+
 def install(folder, **versions):
     """Package metadata as pip leaves it, in a folder that Python searches first."""
     for name, version in versions.items():
