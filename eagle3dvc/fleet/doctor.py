@@ -77,10 +77,25 @@ class Context:
     @cached_property
     def source(self) -> Path | None:
         """A local folder that holds the verifier: the pipeline's own copy, else params' folder, else None (hub)."""
-        if self.verifier.joinpath("verifier.json").is_file():
-            return self.verifier
         model = self.params.verifier.model if self.params else "demo"
+        if self.verifier.joinpath("verifier.json").is_file() and not self.replaced:
+            return self.verifier
         return Path(model) if model != "demo" and Path(model).is_dir() else None
+
+    @cached_property
+    def replaced(self) -> bool:
+        """Whether the folder holds another verifier than params.yaml names now, as after `profile apply`: the next run replaces it."""
+        try:
+            info = json.loads(self.verifier.joinpath("verifier.json").read_text(encoding="utf-8"))
+            source, name = info.get("source"), info.get("name")
+        except (OSError, ValueError, AttributeError):
+            return False
+        if self.params is None or source is None:
+            return False
+        wanted = self.params.verifier
+        if source == "hub":
+            return name not in (wanted.name, wanted.model)
+        return (source == "demo") != (wanted.model == "demo")
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
@@ -446,6 +461,35 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def _of_another_run(c: Context) -> bool:
+    """Whether dvc.lock says that metrics/ and data/ are of another verifier, other prompts or another precision than params.yaml
+    asks for now: right after `profile apply` they still are, and a byte a sample of theirs says nothing."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        stages = YAML(typ="safe").load(Path("dvc.lock").read_text(encoding="utf-8"))["stages"]
+        then = {name: stages[name]["params"]["params.yaml"][name] for name in ("verifier", "prepare", "extract")}
+    except (OSError, ValueError, KeyError, TypeError, YAMLError):
+        return False
+    if c.params is None:
+        return False
+    now = c.params.model_dump(mode="json")
+    decide = {
+        "verifier": ("model", "revision"),
+        "prepare": ("sources", "max_length", "responses", "max_new_tokens", "chat_template", "system_prompt"),
+        "extract": ("aux_layer_ids", "stored_dtype"),
+    }
+    for block, keys in decide.items():
+        for key in keys:
+            old, new = then[block].get(key), now[block][key]
+            if key == "sources":  # dvc.lock has what params.yaml says, without the defaults
+                old, new = [s.get("path") for s in old or []], [s["path"] for s in new]
+            if key in then[block] and old != new:
+                return True
+    return False
+
+
 def planned_bytes(c: Context) -> tuple[float, str]:
     """Bytes the disk must take for the hidden states still to come, and how they were worked out."""
     from eagle3dvc.fleet import measurement as measurements
@@ -454,11 +498,13 @@ def planned_bytes(c: Context) -> tuple[float, str]:
     metrics = Path("metrics/extract.json")
     here = 0
     try:
+        if _of_another_run(c):
+            raise ValueError("metrics of another run")
         m = json.loads(metrics.read_text(encoding="utf-8"))
         per_sample, how = m["bytes"] / m["samples"], "by metrics/extract.json"
         # shards that exist already take no new space
         here = sum(f.stat().st_size for f in Path("data/hidden_states").glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, ZeroDivisionError):
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
         known = measurements.measurement("kimi-k2.5-local")
         tokens = known.tokens / known.samples
         if c.config and c.params:
@@ -574,7 +620,7 @@ def check_verifier(c: Context) -> Iterator[Finding]:
 
 
 def _hub_verifier(c: Context, model: str) -> Iterator[Finding]:
-    if c.verifier.is_dir():
+    if c.verifier.is_dir() and not c.replaced:
         yield failure(f"{c.verifier} has no verifier.json: unfinished", "dvc pull data/verifier, or dvc repro verifier")
         return
     try:

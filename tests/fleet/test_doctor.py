@@ -192,6 +192,35 @@ def test_disk_counts_what_is_there_already(repo):
     assert doctor.planned_bytes(doctor.Context(samples=200))[0] == 1.5e12
 
 
+def test_what_another_run_left_is_not_taken_for_the_run_to_come(repo):
+    """After a run of the demo and `profile apply`, metrics and data/verifier are still the demo's."""
+    Path("metrics").mkdir()
+    Path("metrics/extract.json").write_text(json.dumps({"bytes": 10**5, "samples": 100}))
+    Path("data/verifier/verifier.json").write_text(json.dumps({"source": "demo", "name": "demo"}))
+    blocks = {
+        "verifier": {"model": "demo"},
+        "prepare": {"sources": [{"path": "demo"}], "max_length": 2048},
+        "extract": {"stored_dtype": "float32"},
+    }
+
+    def lock():
+        stages = {name: {"cmd": "x", "params": {"params.yaml": {name: block}}} for name, block in blocks.items()}
+        YAML().dump({"schema": "2.0", "stages": stages}, Path("dvc.lock"))
+
+    lock()
+    params(**blocks)
+    assert doctor.planned_bytes(doctor.Context(samples=200))[0] == 2e5
+    params(**{**blocks, "extract": {"stored_dtype": "bfloat16"}})
+    assert doctor.planned_bytes(doctor.Context(samples=200))[0] > 1e6
+
+    params(**{**blocks, "verifier": {"model": "org/large"}}, max_samples=100_000)
+    level, text = worst("disk", samples=10**8)
+    assert level == "failure" and "metrics/extract.json" not in text
+    assert "not downloaded" in worst("verifier")[1]
+    for check in ("layer-ids", "kv-room", "tokenizer"):
+        assert "no verifier folder yet" in worst(check)[1]
+
+
 def test_wrong_layer_ids(repo):
     params(extract={"aux_layer_ids": [2, 4, 9]})
     level, text = worst("layer-ids")
