@@ -89,8 +89,21 @@ PositiveFigure = Annotated[
     BeforeValidator(lambda v: _positive(Range.of(v))),
     PlainSerializer(lambda r: r.low if r.low == r.high else r.pair()),
 ]
+
+
+def _share(r: Range) -> Range:
+    if r.high > 1:
+        raise ValueError(f"{r.pair()} must be a share, from 0 to 1")
+    return r
+
+
+Share = Annotated[
+    Range,
+    BeforeValidator(lambda v: _share(Range.of(v))),
+    PlainSerializer(lambda r: r.low if r.low == r.high else r.pair()),
+]
 Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Block(BaseModel):
@@ -131,7 +144,7 @@ class Prepare(Block):
     """`fixed_share` is the part of `seconds` that more samples do not add to; [0, 1] where nobody knows."""
 
     seconds: Figure = ZERO
-    fixed_share: Annotated[Figure, Field(description="0 to 1")] = Range(0.0, 1.0)
+    fixed_share: Share = Range(0.0, 1.0)
 
 
 class Answers(Block):
@@ -139,7 +152,7 @@ class Answers(Block):
 
     tokens_per_sample: PositiveFigure
     tokens_per_second: PositiveFigure
-    allreduce_share: Figure = ZERO
+    allreduce_share: Share = ZERO
     scaling: PositiveFigure = Range(0.7, 1.3)
 
 
@@ -150,7 +163,7 @@ class Extract(Block):
     seconds_start: Figure = ZERO
     seconds_other: Figure = ZERO
     tokens_per_second: PositiveFigure
-    allreduce_share: Figure = ZERO
+    allreduce_share: Share = ZERO
     scaling: PositiveFigure = Range(0.7, 1.3)
 
 
@@ -165,7 +178,7 @@ class Train(Block):
     steps_per_second: PositiveFigure
     overhead_seconds_per_step: Figure = ZERO
     seconds_outside: Figure = ZERO
-    fixed_share: Figure = Range(0.0, 1.0)
+    fixed_share: Share = Range(0.0, 1.0)
     seconds_validation: Figure = ZERO
     validation_samples: Annotated[int, Field(ge=0)] = 0
     validation_samples_most: int | None = None
@@ -183,7 +196,7 @@ class Evaluate(Block):
     """`samples` held-out samples took `seconds`; their number grows with the data up to `samples_most`."""
 
     seconds: Figure = ZERO
-    fixed_share: Figure = Range(0.0, 1.0)
+    fixed_share: Share = Range(0.0, 1.0)
     samples: Annotated[int, Field(ge=0)] = 0
     samples_most: int | None = None
 
@@ -210,8 +223,8 @@ class Measurement(Block):
     samples: Count
     tokens: Count
     bytes_per_token: Amount
-    verifier_bytes: Annotated[float, Field(ge=0)] = 0.0
-    drafter_parameters: Annotated[float, Field(ge=0)] = 0.0
+    verifier_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    drafter_parameters: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     repeat: PositiveFigure = Range(1.0, 1.0)
     push_while_extracting: bool = False
     acceptance_length: float | None = None
@@ -277,6 +290,11 @@ def measurement(source: str) -> Measurement:
     """A measurement from a built-in name, a YAML file, or a folder of logs; raises UserError."""
     if Path(source).is_dir():
         return from_logs(Path(source))
+    if source == "logs":
+        raise UserError(
+            "there is no folder logs/ here, so nothing was measured yet: run `dvc repro` first, or name the machine (--hardware) "
+            f"or a measurement (--from {' or '.join(names(MEASUREMENTS))})"
+        )
     return read(_find(source, MEASUREMENTS, "measurement"), Measurement)
 
 
@@ -285,11 +303,18 @@ def save(m: Measurement, path: Path) -> None:
     from ruamel.yaml import YAML
 
     data = m.model_dump(mode="json", exclude_defaults=True)
+    if path.is_dir():
+        raise UserError(f"--save {path} is a folder: give the YAML file to write")
+    if not path.parent.is_dir():
+        raise UserError(f"--save {path}: there is no folder {path.parent}")
     tmp = path.with_name(f".{path.name}.tmp")
-    with open(tmp, "w", encoding="utf-8") as f:
-        f.write(f"# Written by `eagle3dvc plan --save {path.name}` from a run's logs and metrics.\n")
-        YAML().dump(data, f)
-    tmp.replace(path)
+    try:
+        with open(tmp, "w", encoding="utf-8") as f:
+            f.write(f"# Written by `eagle3dvc plan --save {path.name}` from a run's logs and metrics.\n")
+            YAML().dump(data, f)
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def _json(path: Path) -> dict:
@@ -529,7 +554,20 @@ def _unmeasured(m: Measurement, params) -> Measurement:
 
 
 def from_logs(logs: Path) -> Measurement:
-    """A measurement from `logs/` and the `metrics/` and params.yaml beside it; raises UserError naming what is missing."""
+    """A measurement from `logs/` and the `metrics/` and params.yaml beside it; raises UserError naming what is missing or odd."""
+    try:
+        return _from_logs(logs)
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as e:
+        if isinstance(e, ValidationError):
+            err = e.errors()[0]
+            e = ValueError(f"{'.'.join(str(p) for p in err['loc'])}: {err['msg']}")
+        raise UserError(
+            f"{logs} or the metrics beside it hold figures that no stage here writes ({type(e).__name__}: {e}): move "
+            f"{logs / 'history.jsonl'} away and run `dvc repro` again to measure, or plan from a measurement file"
+        ) from e
+
+
+def _from_logs(logs: Path) -> Measurement:
     from eagle3dvc import params as params_module
 
     root = logs.resolve().parent

@@ -16,6 +16,7 @@ from eagle3dvc.fleet.measurement import ZERO, Hardware, Measurement, Range, Serv
 KNOWN_RUN = "kimi-k2.5-local"
 LOAD = "load the verifier"
 HOUR = 3600.0
+MOST_SAMPLES = 10**12
 ONE = Range(1.0, 1.0)
 # float32 master weights, gradients and two AdamW moments, and a bfloat16 copy for the forward pass
 TRAINING_BYTES_PER_PARAMETER = 18
@@ -314,7 +315,22 @@ def _memory(m: Measurement, target: Hardware | None) -> list[Memory]:
     return found
 
 
-def make(
+def make(m: Measurement, samples: int, *args, **options) -> Plan:
+    """See :func:`_make`. Raises UserError too when figures are so large or so small that times leave what a float can hold."""
+    if samples > MOST_SAMPLES:
+        raise UserError(f"samples must be at most {MOST_SAMPLES:,}")
+    try:
+        plan = _make(m, samples, *args, **options)
+        _ = plan.cost or plan.seconds  # their sums are worked out when asked for
+        return plan
+    except (OverflowError, ValueError, ZeroDivisionError) as e:
+        raise UserError(
+            f"no plan of {samples:,} samples from {m.name}: a time or a size is out of bounds ({e}); check the number of samples, the "
+            "bandwidth and the figures of the measurement and the hardware profile"
+        ) from e
+
+
+def _make(
     m: Measurement,
     samples: int,
     source: Hardware | None = None,

@@ -171,6 +171,32 @@ def test_bad_figures(tmp_path, value):
         M.hardware(str(tmp_path / "bad.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bytes_per_token", ".inf"),
+        ("verifier_bytes", ".inf"),
+        ("prepare.fixed_share", "1.5"),
+        ("train.fixed_share", "[0, 2]"),
+        ("extract.allreduce_share", "[0.4, 1.6]"),
+    ],
+)
+def test_bad_measurements_name_the_key(tmp_path, key, value):
+    text = (M.MEASUREMENTS / "kimi-k2.5-local.yaml").read_text()
+    block, _, name = key.rpartition(".")
+    start = text.index(f"\n{block}:") if block else 0
+    at = text.index(f"{name}:", start)
+    (tmp_path / "bad.yaml").write_text(f"{text[:at]}{name}: {value}{text[text.index(chr(10), at) :]}")
+    with pytest.raises(UserError, match=key):
+        M.measurement(str(tmp_path / "bad.yaml"))
+
+
+def test_figures_out_of_bounds_are_one_sentence():
+    m = KIMI.model_copy(update={"train": KIMI.train.model_copy(update={"steps_per_second": Range.of(1e-320)})})
+    with pytest.raises(UserError, match="out of bounds"):
+        P.make(m, 1000, LOCAL, B300)
+
+
 def test_unknown_names_suggest_the_nearest():
     with pytest.raises(UserError, match="did you mean b300x8"):
         M.hardware("b300x9")
@@ -379,6 +405,34 @@ def test_unfinished_or_damaged_logs_are_refused(project):
         M.measurement(str(project / "logs"))
 
 
+@pytest.mark.parametrize(
+    ("stage", "change"),
+    [
+        ("train", {"hardware": "a GPU"}),
+        ("train", {"hardware": {"gpus": 8 * ["H100"]}}),
+        ("train", {"steps_per_second": "fast"}),
+        ("train", {"seconds_validation": 1.0}),
+        ("prepare", {"seconds_growing": None, "seconds_stage": None, "seconds": None}),
+        ("prepare", {"seconds_growing": "all"}),
+        ("extract", {"seconds_stage": "long"}),
+        ("extract", {"seconds_load": -5}),
+        ("evaluate", {"engine": {"batch_size": 1, "speedup": 2.0}}),
+        ("evaluate", {"engine": "vllm"}),
+        ("export", {"seconds_stage": 1e309}),
+    ],
+)
+def test_odd_logs_are_one_sentence(project, stage, change):
+    run(project, 1000, 40_000, times(1000, 40_000), {stage: change})
+    with pytest.raises(UserError, match="logs"):
+        M.measurement(str(project / "logs"))
+
+
+def test_no_logs_yet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run `dvc repro` first"):
+        M.measurement("logs")
+
+
 def test_cpu_logs_cannot_be_scaled_to_a_gpu_machine(project):
     run(project, 1000, 40_000, times(1000, 40_000))
     with pytest.raises(UserError, match="leave --hardware out"):
@@ -462,7 +516,17 @@ def test_command_line_text_names_inputs_and_total():
 
 
 @pytest.mark.parametrize(
-    "args", ["--samples 0", "--samples 10 --bandwidth 0", "--samples 10 --budget -1", "--samples 1 --have -1"]
+    "args",
+    [
+        "--samples 0",
+        "--samples 1" + 400 * "0",
+        "--samples 10 --bandwidth 0",
+        "--samples 10 --bandwidth 1e-320",
+        "--samples 10 --budget -1",
+        "--samples 1 --have -1",
+        "--samples 1 --save /",
+        "--samples 1 --save no-such-folder/x.yaml",
+    ],
 )
 def test_command_line_refuses(args):
     with pytest.raises(UserError):
