@@ -15,6 +15,7 @@ from eagle3dvc.fleet.measurement import ZERO, Hardware, Measurement, Range, Serv
 
 KNOWN_RUN = "kimi-k2.5-local"
 LOAD = "load the verifier"
+LEFT = "what is left of it at the end"
 HOUR = 3600.0
 MOST_SAMPLES = 10**12
 ONE = Range(1.0, 1.0)
@@ -49,7 +50,8 @@ class Memory:
 @dataclass(frozen=True)
 class Plan:
     """A plan for `samples` samples, `have` of which have their hidden states; `hours` and `cost` are of the critical path, set-up to
-    last byte pushed. `estimated`: the day of the hardware profile's rates and prices, None where they are no estimates."""
+    last byte pushed. `estimated`: the day of the hardware profile's rates and prices, None where they are no estimates. `waiting`: seconds of a push beside other work that are left at the low and the
+    high end of that work; faster work leaves more, so the two are not a range."""
 
     samples: int
     have: int
@@ -65,10 +67,12 @@ class Plan:
     memory: list[Memory]
     price_per_hour: Range | None
     estimated: datetime.date | None = None
+    waiting: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> Range:
-        return sum((line.seconds for line in self.lines if not line.beside), ZERO)
+        work = sum((line.seconds for line in self.lines if not line.beside and line.what != LEFT), ZERO)
+        return Range(work.low + self.waiting[0], work.high + self.waiting[1])
 
     @property
     def hours(self) -> Range:
@@ -288,17 +292,18 @@ def _evaluate_line(m: Measurement, growth: float) -> Line:
     return Line("evaluate", "acceptance walk", _grow(e.seconds, e.fixed_share, ratio), "held-out samples, evaluate.samples")
 
 
-def _push_lines(m: Measurement, push: Range | None, beside: Range) -> list[Line]:
-    """Streaming push runs beside extract and train; only what is left then is waited for. Otherwise all of it is."""
+def _push_lines(m: Measurement, push: Range | None, beside: Range) -> tuple[list[Line], tuple[float, float]]:
+    """Streaming push runs beside extract and train; only what is left then is waited for, as Plan.waiting. Otherwise all of it is."""
     if push is None:
-        return []
+        return [], (0.0, 0.0)
     if not m.push_while_extracting:
-        return [Line("push", "hidden states to the remote", push, "bytes, network")]
-    left = Range(*sorted((max(0.0, push.low - beside.low), max(0.0, push.high - beside.high))))
-    return [
+        return [Line("push", "hidden states to the remote", push, "bytes, network")], (0.0, 0.0)
+    waiting = max(0.0, push.low - beside.low), max(0.0, push.high - beside.high)
+    lines = [
         Line("push", "hidden states, while others run", push, "bytes, network", beside=True),
-        Line("push", "what is left of it at the end", left, "bytes, network, train time"),
+        Line("push", LEFT, Range(min(waiting), max(waiting)), "bytes, network, train time"),
     ]
+    return lines, waiting
 
 
 def _memory(m: Measurement, target: Hardware | None) -> list[Memory]:
@@ -388,7 +393,8 @@ def _make(
         Line("export", "layouts and self-check", m.export.seconds_fixed, "fixed"),
         _evaluate_line(m, growth),
     ]
-    lines = [replace(line, seconds=line.seconds * m.repeat) for line in lines] + _push_lines(m, push, beside)
+    pushing, waiting = _push_lines(m, push, beside * m.repeat)
+    lines = [replace(line, seconds=line.seconds * m.repeat) for line in lines] + pushing
     checkpoints = m.drafter_parameters * CHECKPOINT_BYTES_PER_PARAMETER
     return Plan(
         samples=samples,
@@ -405,6 +411,7 @@ def _make(
         memory=_memory(m, target),
         price_per_hour=target.price_per_hour if target else None,
         estimated=target.as_of if target else None,
+        waiting=waiting,
     )
 
 

@@ -85,6 +85,18 @@ def test_push_is_waited_for_only_where_it_outlasts_the_work():
     assert P.make(without, 10_000, LOCAL, B300, bandwidth_gb_s=10).seconds.low > fast.seconds.low
 
 
+@pytest.mark.parametrize("gb_s", [0.01, 0.05, 0.06, 0.2, 1.0])
+@pytest.mark.parametrize("repeat", [Range.of(1), M.REPEAT])
+def test_a_push_beside_other_work_takes_the_longer_of_the_two(gb_s, repeat):
+    m = KIMI.model_copy(update={"repeat": repeat})
+    plan = P.make(m, 50_000, LOCAL, B300, bandwidth_gb_s=gb_s)
+    lines = [line for line in plan.lines if line.what != P.LEFT and not line.beside]
+    work = [line.seconds for line in lines if line.stage in ("extract", "train") and line.what != P.LOAD]
+    other = [line.seconds for line in lines if line.stage not in ("extract", "train") or line.what == P.LOAD]
+    longer = sum(work, M.ZERO).at_least(plan.push_seconds)
+    assert plan.seconds.pair() == pytest.approx((sum(other, M.ZERO) + longer).pair())
+
+
 def test_samples_that_exist_are_not_computed_again():
     plan = P.make(KIMI, 4000, LOCAL, LOCAL, have=1000)
     assert seconds_of(plan, "hidden states").low == pytest.approx(3000 * 503 / 2912)
