@@ -416,13 +416,15 @@ def _make(
 
 
 def largest(plan_for, budget: float | None, hours: float | None) -> dict[str, int]:
-    """The largest sample counts within a budget in dollars and a time: `sure` by the high ends, `at_best` by the low ends.
+    """The largest sample counts within a budget in dollars, a time and the disk: `sure` by the high ends, `at_best` by the low ends.
 
     `plan_for(samples)` gives a Plan; its times never fall with more samples, so bisection finds the edge. 0: not even one.
     """
 
     def fits(samples: int, end: str) -> bool:
         plan = plan_for(samples)
+        if plan.disk_bytes is not None and plan.storage_bytes > plan.disk_bytes:
+            return False
         if hours is not None and getattr(plan.hours, end) > hours:
             return False
         if budget is not None:
@@ -543,7 +545,10 @@ def describe(plan: Plan, m: Measurement, largest: dict[str, int] | None, project
             f"rates and prices of {plan.hardware} are estimates of {plan.estimated}: put what you are offered into a copy"
         )
     if largest is not None:
-        lines.append(f"largest run within the limits: {largest['sure']:,} samples for sure, {largest['at_best']:,} at best")
+        by_disk = ", the disk counted too" if plan.disk_bytes else ""
+        lines.append(
+            f"largest run within the limits: {largest['sure']:,} samples for sure, {largest['at_best']:,} at best{by_disk}"
+        )
     if projection is not None:
         rate = lambda v: f"{v:.0f}"  # noqa: E731
         lines.append(

@@ -166,7 +166,12 @@ def write(profile: str | None = None, hardware: str | None = None, measurement: 
     """Render the document and write it where it changed; returns a sentence. What is None stays as in the present document."""
     old = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.is_file() else ""
     kept = _recorded(old)
-    new = render(Inputs(profile or kept.profile, hardware or kept.hardware, measurement or kept.measurement))
+    inputs = Inputs(profile or kept.profile, hardware or kept.hardware, measurement or kept.measurement)
+    if _recorded(inputs.command()) != inputs:
+        raise UserError(
+            f"`{inputs.command()}` cannot be kept in the document: give names and paths without spaces and backquotes"
+        )
+    new = render(inputs)
     if new == old:
         return f"{DOCUMENT} is up to date"
     DOCUMENT.parent.mkdir(parents=True, exist_ok=True)

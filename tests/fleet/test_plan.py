@@ -127,6 +127,13 @@ def test_largest_is_the_edge_of_the_budget():
     assert P.largest(plan_for, budget=1, hours=None)["sure"] == 0
 
 
+def test_largest_fits_the_disk():
+    plan_for = lambda n: P.make(KIMI, n, LOCAL, B300)  # noqa: E731
+    most = P.largest(plan_for, 1e9, None)
+    assert most["sure"] == most["at_best"]
+    assert plan_for(most["sure"]).storage_bytes <= B300.disk_tb * 1e12 < plan_for(most["sure"] + 1).storage_bytes
+
+
 def test_serving_projection():
     local = P.serving(KIMI.serving, LOCAL, LOCAL)
     assert local.baseline.pair() == pytest.approx([82.5, 82.5])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from eagle3dvc.cli import app
 from eagle3dvc.errors import UserError
@@ -80,6 +81,16 @@ def test_a_measurement_without_a_published_figure(project):
     assert "Measured acceptance lengths" in document and "acceptance length for" not in document
     rows = document.split("| machine | tok/s without")[1].split("\n\n")[0].splitlines()
     assert len(rows) == 4 and {row.count("|") for row in rows[1:]} == {5}
+
+
+def test_what_the_document_cannot_keep_is_refused(project):
+    before = Path("docs/hero-run.md").read_text()
+    Path("my machine.yaml").write_text((M.HARDWARE / "h200x8.yaml").read_text())
+    with pytest.raises(UserError, match="without spaces"):
+        playbook.write(hardware="my machine.yaml")
+    with pytest.raises(UserError, match="--check takes"):
+        CliRunner().invoke(app, ["playbook", "--check", "--hardware", "h200x8"], catch_exceptions=False)
+    assert Path("docs/hero-run.md").read_text() == before
 
 
 def test_missing_document(project):
