@@ -106,7 +106,10 @@ class Context:
             config = json.loads(self.source.joinpath("config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return config.get("text_config") or config
+        if not isinstance(config, dict):
+            return None
+        inner = config.get("text_config")
+        return inner if isinstance(inner, dict) and inner else config
 
     @cached_property
     def gpus(self) -> list[dict[str, Any]]:
@@ -591,7 +594,7 @@ def check_verifier(c: Context) -> Iterator[Finding]:
             if have != needed:
                 broken.append(f"{name} has {have:,} of {needed:,} bytes")
             names |= set(header)
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             broken.append(f"{name}: {getattr(e, 'strerror', None) or e}")
     if broken:
         yield failure(f"{c.source}: {len(broken)} of {len(files)} weight files are incomplete: {'; '.join(broken[:3])}", fix)
@@ -710,6 +713,9 @@ def check_layer_ids(c: Context) -> Iterator[Finding]:
         yield warning(*NO_PARAMS)
         return
     layers = (c.config or {}).get("num_hidden_layers")
+    if layers is not None and (isinstance(layers, bool) or not isinstance(layers, int)):
+        yield failure(f"{c.source}/config.json: num_hidden_layers = {layers!r} is no number", "dvc repro verifier")
+        return
     if layers is None:
         if c.params.verifier.model != "demo":
             yield ok("no verifier folder yet: layer ids are checked by the verifier stage")

@@ -277,6 +277,15 @@ def test_missing_shard_of_a_local_verifier(repo, tmp_path):
     assert level == "failure" and "model-00002-of-00002.safetensors" in text
 
 
+@pytest.mark.parametrize("text", ["[]", "null", '"llama"', "{", "\xff", '{"text_config": 3}', '{"num_hidden_layers": "8"}'])
+def test_an_odd_config_is_a_failure_of_the_verifier_and_breaks_no_check(repo, text):
+    Path("data/verifier/config.json").write_bytes(text.encode("latin-1"))
+    lines = doctor.examine(only=["versions", "disk", "verifier", "layer-ids", "kv-room", "tokenizer"])
+    assert not [line for line in lines if "could not be checked" in line.text]
+    if not text.startswith('{"'):
+        assert worst("verifier")[0] == "failure"
+
+
 def test_a_hub_verifier_that_is_downloaded_in_part(repo, tmp_path, monkeypatch):
     import shutil
 

@@ -117,12 +117,22 @@ def test_it_holds_every_guard_and_every_lesson(project):
         ("- {date: soon, symptom: s, cause: c, fix: f, version: v}", "entry 1 date"),
         ("- {date: 2026-01-01, symptom: '', cause: c, fix: f, version: v}", "entry 1 symptom"),
         ("- [", "not valid YAML"),
+        ("date: 2026-01-01", "learnings.yaml: Input should be a valid list"),
     ],
 )
 def test_bad_lessons_are_named(project, text, message):
     Path("learnings.yaml").write_text(text)
     with pytest.raises(UserError, match=message):
         playbook.learnings()
+
+
+def test_files_that_are_no_text_are_one_sentence(project):
+    Path("docs/hero-run.md").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="stale"):
+        playbook.check()
+    Path("learnings.yaml").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not valid YAML"):
+        playbook.check()
 
 
 def commands(text):
