@@ -464,35 +464,6 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def _of_another_run(c: Context) -> bool:
-    """Whether dvc.lock says that metrics/ and data/ are of another verifier, other prompts or another precision than params.yaml
-    asks for now: right after `profile apply` they still are, and a byte a sample of theirs says nothing."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        stages = YAML(typ="safe").load(Path("dvc.lock").read_text(encoding="utf-8"))["stages"]
-        then = {name: stages[name]["params"]["params.yaml"][name] for name in ("verifier", "prepare", "extract")}
-    except (OSError, ValueError, KeyError, TypeError, YAMLError):
-        return False
-    if c.params is None:
-        return False
-    now = c.params.model_dump(mode="json")
-    decide = {
-        "verifier": ("model", "revision"),
-        "prepare": ("sources", "max_length", "responses", "max_new_tokens", "chat_template", "system_prompt"),
-        "extract": ("aux_layer_ids", "stored_dtype"),
-    }
-    for block, keys in decide.items():
-        for key in keys:
-            old, new = then[block].get(key), now[block][key]
-            if key == "sources":  # dvc.lock has what params.yaml says, without the defaults
-                old, new = [s.get("path") for s in old or []], [s["path"] for s in new]
-            if key in then[block] and old != new:
-                return True
-    return False
-
-
 def planned_bytes(c: Context) -> tuple[float, str]:
     """Bytes the disk must take for the hidden states still to come, and how they were worked out."""
     from eagle3dvc.fleet import measurement as measurements
@@ -501,7 +472,7 @@ def planned_bytes(c: Context) -> tuple[float, str]:
     metrics = Path("metrics/extract.json")
     here = 0
     try:
-        if _of_another_run(c):
+        if c.params and measurements.changed_since(Path("."), c.params):
             raise ValueError("metrics of another run")
         m = json.loads(metrics.read_text(encoding="utf-8"))
         per_sample, how = m["bytes"] / m["samples"], "by metrics/extract.json"

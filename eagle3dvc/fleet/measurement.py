@@ -567,11 +567,49 @@ def from_logs(logs: Path) -> Measurement:
         ) from e
 
 
+def changed_since(root: Path, params) -> str | None:
+    """The parameter by which the run that dvc.lock records had another verifier, other prompts or another precision than `params`, so
+    that its bytes and seconds a sample say nothing about the run to come, as after `profile apply`; None where there is none."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        stages = YAML(typ="safe").load((root / "dvc.lock").read_text(encoding="utf-8"))["stages"]
+        then = {name: stages[name]["params"]["params.yaml"][name] for name in ("verifier", "prepare", "extract")}
+        made = [o.get("md5") for o in stages["verifier"].get("outs", []) if o["path"] == "data/verifier"]
+        read = [d.get("md5") for d in stages["extract"].get("deps", []) if d["path"] == "data/verifier"]
+        if made != read:  # the verifier stage has run since, extract has not
+            return "verifier.model"
+        now = params.model_dump(mode="json")
+        for block, keys in _DECIDE.items():
+            for key in keys:
+                old, new = then[block].get(key), now[block][key]
+                if key == "sources":  # dvc.lock has what params.yaml says, without the defaults
+                    old, new = [s["path"] for s in old or []], [s["path"] for s in new]
+                if key in then[block] and old != new:
+                    return f"{block}.{key}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError):
+        return None  # no finished run, or a file that DVC itself will refuse
+    return None
+
+
+_DECIDE = {
+    "verifier": ("model", "revision"),
+    "prepare": ("sources", "max_length", "responses", "max_new_tokens", "chat_template", "system_prompt"),
+    "extract": ("aux_layer_ids", "stored_dtype"),
+}
+
+
 def _from_logs(logs: Path) -> Measurement:
     from eagle3dvc import params as params_module
 
     root = logs.resolve().parent
     params = params_module.load(root / "params.yaml")
+    if (changed := changed_since(root, params) or "").startswith("verifier."):
+        raise UserError(
+            f"{logs} measured another verifier than params.yaml names now ({changed} differs from dvc.lock): run `dvc repro` with a few "
+            f"samples first, or plan from a measurement file (--from {' or '.join(names(MEASUREMENTS))} or a path)"
+        )
     metrics = {stage: _json(root / "metrics" / f"{stage}.json") for stage in STAGES}
     runs = {stage: _runs(logs, stage) for stage in STAGES}
     for stage in ("prepare", "extract", "train"):

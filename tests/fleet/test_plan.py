@@ -446,6 +446,33 @@ def test_odd_logs_are_one_sentence(project, stage, change):
         M.measurement(str(project / "logs"))
 
 
+def test_logs_of_another_verifier_are_refused(project):
+    """After `profile apply` logs/ are still the demo's, and a plan from them would be of the demo."""
+    run(project, 1000, 40_000, times(1000, 40_000))
+
+    def lock(model, made, read):
+        stages = {
+            "verifier": {
+                "params": {"params.yaml": {"verifier": {"model": model}}},
+                "outs": [{"path": "data/verifier", "md5": made}],
+            },
+            "prepare": {"params": {"params.yaml": {"prepare": {}}}},
+            "extract": {"params": {"params.yaml": {"extract": {}}}, "deps": [{"path": "data/verifier", "md5": read}]},
+        }
+        (project / "dvc.lock").write_text(json.dumps({"stages": stages}))  # JSON is YAML
+
+    lock("demo", "a", "a")
+    M.measurement(str(project / "logs"))
+    lock("demo", "b", "a")
+    with pytest.raises(UserError, match="another verifier"):
+        M.measurement(str(project / "logs"))
+    lock("org/large", "a", "a")
+    with pytest.raises(UserError, match=r"verifier\.model differs"):
+        M.measurement(str(project / "logs"))
+    (project / "dvc.lock").write_text("{")
+    M.measurement(str(project / "logs"))
+
+
 def test_no_logs_yet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="run `dvc repro` first"):
