@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3dvc.errors import UserError
+from eagle3dvc.fleet.plan import MOST_SAMPLES
 
 REMOTE_TIMEOUT = 30.0  # seconds; object stores answer in one, a wrong address often never does
 
@@ -791,8 +792,8 @@ def examine(samples: int | None = None, only: list[str] | None = None) -> list[L
     """Run the checks in the current folder; raises UserError only for unknown names in `only`."""
     if unknown := sorted(set(only or ()) - CHECKS.keys()):
         raise UserError(f"no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
-    if samples is not None and samples < 1:
-        raise UserError(f"--samples {samples} must be at least 1")
+    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
+        raise UserError(f"--samples must be from 1 to {MOST_SAMPLES:,}")
     context, lines = Context(samples=samples), []
     for name, check in CHECKS.items():
         if only and name not in only:

@@ -452,6 +452,12 @@ def test_exit_code_and_json(repo):
     assert CliRunner().invoke(app, ["doctor", "--only", "params"], catch_exceptions=False).exit_code == 0
 
 
+@pytest.mark.parametrize("samples", [0, -1, 10**400])
+def test_samples_out_of_bounds(repo, samples):
+    with pytest.raises(UserError, match="--samples must be from 1"):
+        doctor.examine(samples=samples, only=["disk"])
+
+
 def test_unknown_check(repo):
     with pytest.raises(UserError, match="no check 'disks'"):
         doctor.examine(only=["disks"])
