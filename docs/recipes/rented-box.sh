@@ -20,10 +20,10 @@ dvc remote modify --local hero jobs 4
 # only on the first node: a replacement finds the settings in git
 if [ -n "$PROFILE" ]; then eagle3dvc profile apply "$PROFILE"; fi
 
-export HF_HOME="${HF_HOME:-$(dirname "$FOLDER")/hf}"
+export HF_HOME="${HF_HOME:-$(dirname "$PWD")/hf}"
 make node
 dvc repro --allow-missing
 dvc status -q
 dvc push
 eagle3dvc report
-echo "now: git add -A && git commit -m 'Hero run' && git push, then end the machine"
+echo "now: git add params.yaml dvc.lock metrics plots && git commit -m 'Hero run' && git push, then end the machine"

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# One node of a SLURM cluster. Submit it with `sbatch docs/recipes/slurm.sh` from the repository, after `make setup` on the
-# login node (a shared file system is assumed). It asks to be put back into the queue when its time is up or its node is taken
-# away; finished shards and checkpoints are found then, not computed.
+# One node of a SLURM cluster (a shared file system is assumed). From the repository:
+#   srun --gpus=1 make setup                        # on a GPU node: a login node without a GPU would get the CPU build of torch
+#   mkdir -p logs && sbatch docs/recipes/slurm.sh   # without logs/ SLURM ends the job before its first line
+# It asks to be put back into the queue when its time is up or its node is taken away; finished shards and checkpoints are found
+# then, not computed.
 #SBATCH --job-name=eagle3dvc
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
@@ -35,3 +37,4 @@ wait "$work"
 dvc status -q
 dvc push
 eagle3dvc report
+echo 'now: git add dvc.lock metrics plots && git commit -m "Hero run" && git push'

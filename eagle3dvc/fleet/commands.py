@@ -124,8 +124,11 @@ def playbook(
     from_: Annotated[str | None, typer.Option("--from", help="Measurement name or YAML path.")] = None,
 ) -> None:
     """Render docs/hero-run.md, the commands of a hero run with time and cost of each; options left out stay as they are in it."""
+    from eagle3dvc.errors import UserError
     from eagle3dvc.fleet import playbook as playbooks
 
+    if check and (profile or hardware or from_):
+        raise UserError("--check takes profile, hardware and measurement from the document: leave the other options out")
     typer.echo(playbooks.check() if check else playbooks.write(profile, hardware, from_))
 
 

@@ -12,9 +12,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3dvc.errors import UserError
+from eagle3dvc.fleet.plan import MOST_SAMPLES
 
 REMOTE_TIMEOUT = 30.0  # seconds; object stores answer in one, a wrong address often never does
 
@@ -55,6 +55,7 @@ def failure(text: str, fix: str) -> tuple[str, str, str]:
 
 
 Finding = tuple[str, str, str]
+NO_PARAMS = ("not checked: params.yaml is missing or invalid", "see the check params")
 
 
 @dataclass
@@ -77,10 +78,25 @@ class Context:
     @cached_property
     def source(self) -> Path | None:
         """A local folder that holds the verifier: the pipeline's own copy, else params' folder, else None (hub)."""
-        if self.verifier.joinpath("verifier.json").is_file():
-            return self.verifier
         model = self.params.verifier.model if self.params else "demo"
+        if self.verifier.joinpath("verifier.json").is_file() and not self.replaced:
+            return self.verifier
         return Path(model) if model != "demo" and Path(model).is_dir() else None
+
+    @cached_property
+    def replaced(self) -> bool:
+        """Whether the folder holds another verifier than params.yaml names now, as after `profile apply`: the next run replaces it."""
+        try:
+            info = json.loads(self.verifier.joinpath("verifier.json").read_text(encoding="utf-8"))
+            source, name = info.get("source"), info.get("name")
+        except (OSError, ValueError, AttributeError):
+            return False
+        if self.params is None or source is None:
+            return False
+        wanted = self.params.verifier
+        if source == "hub":
+            return name not in (wanted.name, wanted.model)
+        return (source == "demo") != (wanted.model == "demo")
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
@@ -91,7 +107,10 @@ class Context:
             config = json.loads(self.source.joinpath("config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return config.get("text_config") or config
+        if not isinstance(config, dict):
+            return None
+        inner = config.get("text_config")
+        return inner if isinstance(inner, dict) and inner else config
 
     @cached_property
     def gpus(self) -> list[dict[str, Any]]:
@@ -307,11 +326,20 @@ def check_link_type(c: Context) -> Iterator[Finding]:
         )
         return
     cache = Path(c.repo.cache.local.path)
-    cache.mkdir(parents=True, exist_ok=True)
     probe = cache / f".doctor-{os.getpid()}"
-    there = Path(tempfile.mkdtemp(prefix=".doctor-", dir="."))
     try:
+        there = Path(tempfile.mkdtemp(prefix=".doctor-", dir="."))
+    except OSError as e:
+        yield failure(f"this folder cannot be written ({e.strerror})", "give this user the folder, or clone to another place")
+        return
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
         probe.touch()
+    except OSError as e:
+        shutil.rmtree(there)
+        yield failure(f"DVC's cache {cache} cannot be written ({e.strerror})", "correct its owner, or dvc cache dir FOLDER")
+        return
+    try:
         os.link(probe, there / "link")
     except OSError as e:
         yield warning(
@@ -327,6 +355,7 @@ def check_link_type(c: Context) -> Iterator[Finding]:
 
 def check_site_cache(c: Context) -> Iterator[Finding]:
     if not c.dvc_config:
+        yield warning("not checked: DVC cannot open this folder", "see the check cache-link")
         return
     folder = c.dvc_config["core"].get("site_cache_dir")
     fix = 'dvc config --local core.site_cache_dir "$PWD/.dvc/site-cache"'
@@ -357,8 +386,37 @@ def _probe_remote(repo) -> None:
     fs.remove(name)
 
 
+def _public(text: str) -> str:
+    """`text` without what stands before the @ of an address: it may be a password."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
+
+
+class _NoAnswer(Exception):
+    """Nothing came back in time."""
+
+
+def _within(seconds: float, call: Callable[[], None]) -> None:
+    """`call()` in a thread that neither this nor the end of the program waits for any longer. Raises what it raises, or _NoAnswer."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as e:  # handed to the caller
+            raised.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise _NoAnswer
+    if raised:
+        raise raised[0]
+
+
 def check_remote(c: Context) -> Iterator[Finding]:
     if c.repo is None:
+        yield warning("not checked: DVC cannot open this folder", "see the check cache-link")
         return
     name = c.repo.config["core"].get("remote")
     level = failure if c.params and c.params.extract.push_while_extracting else warning
@@ -369,30 +427,27 @@ def check_remote(c: Context) -> Iterator[Finding]:
     if settings is None:
         yield failure(f"default remote {name!r} is not defined", f"dvc remote add {name} URL")
         return
-    url = str(settings.get("url", ""))
-    pool = ThreadPoolExecutor(1)
+    url = _public(str(settings.get("url", "")))
     try:
-        pool.submit(_probe_remote, c.repo).result(REMOTE_TIMEOUT)
-    except FutureTimeout:
+        _within(REMOTE_TIMEOUT, lambda: _probe_remote(c.repo))
+    except _NoAnswer:
         yield failure(
             f"remote {name} ({url}) did not answer in {REMOTE_TIMEOUT:.0f} s", "check its url, endpointurl and the network"
         )
     except Exception as e:  # every storage library has its own error classes
         if getattr(e, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS) or isinstance(e, PermissionError):
             yield failure(
-                f"remote {name} ({url}) is read-only here: {e}", "give this machine write access, or push from another"
+                f"remote {name} ({url}) is read-only here: {_public(str(e))}",
+                "give this machine write access, or push from another",
             )
             return
+        reason = _public(str(e)).partition("\n")[0]
         yield failure(
-            f"remote {name} ({url}) cannot be written: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}".rstrip(
-                ": "
-            ),
+            f"remote {name} ({url}) cannot be written: {type(e).__name__}: {reason}".rstrip(": "),
             "check url, endpointurl, credentials and network; `dvc push` shows the whole error",
         )
     else:
         yield ok(f"remote {name} ({url}) takes writes")
-    finally:
-        pool.shutdown(wait=False)
     if not settings.get("verify"):
         yield warning(
             f"remote {name} has no `verify`: a damaged object is pulled as good", f"dvc remote modify {name} verify true"
@@ -418,11 +473,13 @@ def planned_bytes(c: Context) -> tuple[float, str]:
     metrics = Path("metrics/extract.json")
     here = 0
     try:
+        if c.params and measurements.changed_since(Path("."), c.params):
+            raise ValueError("metrics of another run")
         m = json.loads(metrics.read_text(encoding="utf-8"))
         per_sample, how = m["bytes"] / m["samples"], "by metrics/extract.json"
         # shards that exist already take no new space
         here = sum(f.stat().st_size for f in Path("data/hidden_states").glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, ZeroDivisionError):
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
         known = measurements.measurement("kimi-k2.5-local")
         tokens = known.tokens / known.samples
         if c.config and c.params:
@@ -441,6 +498,9 @@ def planned_bytes(c: Context) -> tuple[float, str]:
 def check_disk(c: Context) -> Iterator[Finding]:
     from eagle3dvc.fleet.plan import size
 
+    if c.params is None and c.samples is None:
+        yield warning(*NO_PARAMS)
+        return
     cache = Path(c.repo.cache.local.path) if c.repo is not None else Path(".dvc/cache")
     try:
         need, how = planned_bytes(c)
@@ -472,7 +532,7 @@ def _header(path: Path) -> tuple[dict, int]:
 
 def check_verifier(c: Context) -> Iterator[Finding]:
     if c.source is None and c.params is None:
-        yield warning("not checked: params.yaml is invalid", "correct params.yaml first")
+        yield warning(*NO_PARAMS)
         return
     if c.source is None:
         model = c.params.verifier.model
@@ -506,7 +566,7 @@ def check_verifier(c: Context) -> Iterator[Finding]:
             if have != needed:
                 broken.append(f"{name} has {have:,} of {needed:,} bytes")
             names |= set(header)
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             broken.append(f"{name}: {getattr(e, 'strerror', None) or e}")
     if broken:
         yield failure(f"{c.source}: {len(broken)} of {len(files)} weight files are incomplete: {'; '.join(broken[:3])}", fix)
@@ -535,7 +595,7 @@ def check_verifier(c: Context) -> Iterator[Finding]:
 
 
 def _hub_verifier(c: Context, model: str) -> Iterator[Finding]:
-    if c.verifier.is_dir():
+    if c.verifier.is_dir() and not c.replaced:
         yield failure(f"{c.verifier} has no verifier.json: unfinished", "dvc pull data/verifier, or dvc repro verifier")
         return
     try:
@@ -622,8 +682,12 @@ def _template_problem(template: Any) -> str | None:
 
 def check_layer_ids(c: Context) -> Iterator[Finding]:
     if c.params is None:
+        yield warning(*NO_PARAMS)
         return
     layers = (c.config or {}).get("num_hidden_layers")
+    if layers is not None and (isinstance(layers, bool) or not isinstance(layers, int)):
+        yield failure(f"{c.source}/config.json: num_hidden_layers = {layers!r} is no number", "dvc repro verifier")
+        return
     if layers is None:
         if c.params.verifier.model != "demo":
             yield ok("no verifier folder yet: layer ids are checked by the verifier stage")
@@ -660,7 +724,10 @@ def kv_bytes_per_token(config: dict[str, Any], itemsize: int = 2) -> int:
 
 def check_kv_room(c: Context) -> Iterator[Finding]:
     """Whether weights, one batch of KV and hidden-state cache fit the memory the engine may use."""
-    if c.params is None or c.config is None:
+    if c.params is None:
+        yield warning(*NO_PARAMS)
+        return
+    if c.config is None:
         yield ok("no verifier folder yet: nothing to check")
         return
     e, tp = c.params.extract, c.params.extract.tensor_parallel_size
@@ -694,6 +761,7 @@ def check_kv_room(c: Context) -> Iterator[Finding]:
 def check_sources(c: Context) -> Iterator[Finding]:
     """Local prompt sources exist; hub data sets are left to prepare."""
     if c.params is None:
+        yield warning(*NO_PARAMS)
         return
     sources = [s.path for s in c.params.prepare.sources]
     local = [p for p in sources if p != "demo" and (p.startswith((".", "/", "~")) or re.search(r"\.(jsonl?|parquet)(\.|$)", p))]
@@ -724,8 +792,8 @@ def examine(samples: int | None = None, only: list[str] | None = None) -> list[L
     """Run the checks in the current folder; raises UserError only for unknown names in `only`."""
     if unknown := sorted(set(only or ()) - CHECKS.keys()):
         raise UserError(f"no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
-    if samples is not None and samples < 1:
-        raise UserError(f"--samples {samples} must be at least 1")
+    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
+        raise UserError(f"--samples must be from 1 to {MOST_SAMPLES:,}")
     context, lines = Context(samples=samples), []
     for name, check in CHECKS.items():
         if only and name not in only:

@@ -89,8 +89,21 @@ PositiveFigure = Annotated[
     BeforeValidator(lambda v: _positive(Range.of(v))),
     PlainSerializer(lambda r: r.low if r.low == r.high else r.pair()),
 ]
+
+
+def _share(r: Range) -> Range:
+    if r.high > 1:
+        raise ValueError(f"{r.pair()} must be a share, from 0 to 1")
+    return r
+
+
+Share = Annotated[
+    Range,
+    BeforeValidator(lambda v: _share(Range.of(v))),
+    PlainSerializer(lambda r: r.low if r.low == r.high else r.pair()),
+]
 Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Block(BaseModel):
@@ -131,7 +144,7 @@ class Prepare(Block):
     """`fixed_share` is the part of `seconds` that more samples do not add to; [0, 1] where nobody knows."""
 
     seconds: Figure = ZERO
-    fixed_share: Annotated[Figure, Field(description="0 to 1")] = Range(0.0, 1.0)
+    fixed_share: Share = Range(0.0, 1.0)
 
 
 class Answers(Block):
@@ -139,7 +152,7 @@ class Answers(Block):
 
     tokens_per_sample: PositiveFigure
     tokens_per_second: PositiveFigure
-    allreduce_share: Figure = ZERO
+    allreduce_share: Share = ZERO
     scaling: PositiveFigure = Range(0.7, 1.3)
 
 
@@ -150,7 +163,7 @@ class Extract(Block):
     seconds_start: Figure = ZERO
     seconds_other: Figure = ZERO
     tokens_per_second: PositiveFigure
-    allreduce_share: Figure = ZERO
+    allreduce_share: Share = ZERO
     scaling: PositiveFigure = Range(0.7, 1.3)
 
 
@@ -165,7 +178,7 @@ class Train(Block):
     steps_per_second: PositiveFigure
     overhead_seconds_per_step: Figure = ZERO
     seconds_outside: Figure = ZERO
-    fixed_share: Figure = Range(0.0, 1.0)
+    fixed_share: Share = Range(0.0, 1.0)
     seconds_validation: Figure = ZERO
     validation_samples: Annotated[int, Field(ge=0)] = 0
     validation_samples_most: int | None = None
@@ -183,7 +196,7 @@ class Evaluate(Block):
     """`samples` held-out samples took `seconds`; their number grows with the data up to `samples_most`."""
 
     seconds: Figure = ZERO
-    fixed_share: Figure = Range(0.0, 1.0)
+    fixed_share: Share = Range(0.0, 1.0)
     samples: Annotated[int, Field(ge=0)] = 0
     samples_most: int | None = None
 
@@ -210,8 +223,8 @@ class Measurement(Block):
     samples: Count
     tokens: Count
     bytes_per_token: Amount
-    verifier_bytes: Annotated[float, Field(ge=0)] = 0.0
-    drafter_parameters: Annotated[float, Field(ge=0)] = 0.0
+    verifier_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    drafter_parameters: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     repeat: PositiveFigure = Range(1.0, 1.0)
     push_while_extracting: bool = False
     acceptance_length: float | None = None
@@ -277,6 +290,11 @@ def measurement(source: str) -> Measurement:
     """A measurement from a built-in name, a YAML file, or a folder of logs; raises UserError."""
     if Path(source).is_dir():
         return from_logs(Path(source))
+    if source == "logs":
+        raise UserError(
+            "there is no folder logs/ here, so nothing was measured yet: run `dvc repro` first, or name the machine (--hardware) "
+            f"or a measurement (--from {' or '.join(names(MEASUREMENTS))})"
+        )
     return read(_find(source, MEASUREMENTS, "measurement"), Measurement)
 
 
@@ -285,11 +303,18 @@ def save(m: Measurement, path: Path) -> None:
     from ruamel.yaml import YAML
 
     data = m.model_dump(mode="json", exclude_defaults=True)
+    if path.is_dir():
+        raise UserError(f"--save {path} is a folder: give the YAML file to write")
+    if not path.parent.is_dir():
+        raise UserError(f"--save {path}: there is no folder {path.parent}")
     tmp = path.with_name(f".{path.name}.tmp")
-    with open(tmp, "w", encoding="utf-8") as f:
-        f.write(f"# Written by `eagle3dvc plan --save {path.name}` from a run's logs and metrics.\n")
-        YAML().dump(data, f)
-    tmp.replace(path)
+    try:
+        with open(tmp, "w", encoding="utf-8") as f:
+            f.write(f"# Written by `eagle3dvc plan --save {path.name}` from a run's logs and metrics.\n")
+            YAML().dump(data, f)
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def _json(path: Path) -> dict:
@@ -529,11 +554,62 @@ def _unmeasured(m: Measurement, params) -> Measurement:
 
 
 def from_logs(logs: Path) -> Measurement:
-    """A measurement from `logs/` and the `metrics/` and params.yaml beside it; raises UserError naming what is missing."""
+    """A measurement from `logs/` and the `metrics/` and params.yaml beside it; raises UserError naming what is missing or odd."""
+    try:
+        return _from_logs(logs)
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as e:
+        if isinstance(e, ValidationError):
+            err = e.errors()[0]
+            e = ValueError(f"{'.'.join(str(p) for p in err['loc'])}: {err['msg']}")
+        raise UserError(
+            f"{logs} or the metrics beside it hold figures that no stage here writes ({type(e).__name__}: {e}): move "
+            f"{logs / 'history.jsonl'} away and run `dvc repro` again to measure, or plan from a measurement file"
+        ) from e
+
+
+def changed_since(root: Path, params) -> str | None:
+    """The parameter by which the run that dvc.lock records had another verifier, other prompts or another precision than `params`, so
+    that its bytes and seconds a sample say nothing about the run to come, as after `profile apply`; None where there is none."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        stages = YAML(typ="safe").load((root / "dvc.lock").read_text(encoding="utf-8"))["stages"]
+        then = {name: stages[name]["params"]["params.yaml"][name] for name in ("verifier", "prepare", "extract")}
+        made = [o.get("md5") for o in stages["verifier"].get("outs", []) if o["path"] == "data/verifier"]
+        read = [d.get("md5") for d in stages["extract"].get("deps", []) if d["path"] == "data/verifier"]
+        if made != read:  # the verifier stage has run since, extract has not
+            return "verifier.model"
+        now = params.model_dump(mode="json")
+        for block, keys in _DECIDE.items():
+            for key in keys:
+                old, new = then[block].get(key), now[block][key]
+                if key == "sources":  # dvc.lock has what params.yaml says, without the defaults
+                    old, new = [s["path"] for s in old or []], [s["path"] for s in new]
+                if key in then[block] and old != new:
+                    return f"{block}.{key}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError):
+        return None  # no finished run, or a file that DVC itself will refuse
+    return None
+
+
+_DECIDE = {
+    "verifier": ("model", "revision"),
+    "prepare": ("sources", "max_length", "responses", "max_new_tokens", "chat_template", "system_prompt"),
+    "extract": ("aux_layer_ids", "stored_dtype"),
+}
+
+
+def _from_logs(logs: Path) -> Measurement:
     from eagle3dvc import params as params_module
 
     root = logs.resolve().parent
     params = params_module.load(root / "params.yaml")
+    if (changed := changed_since(root, params) or "").startswith("verifier."):
+        raise UserError(
+            f"{logs} measured another verifier than params.yaml names now ({changed} differs from dvc.lock): run `dvc repro` with a few "
+            f"samples first, or plan from a measurement file (--from {' or '.join(names(MEASUREMENTS))} or a path)"
+        )
     metrics = {stage: _json(root / "metrics" / f"{stage}.json") for stage in STAGES}
     runs = {stage: _runs(logs, stage) for stage in STAGES}
     for stage in ("prepare", "extract", "train"):

@@ -15,7 +15,9 @@ from eagle3dvc.fleet.measurement import ZERO, Hardware, Measurement, Range, Serv
 
 KNOWN_RUN = "kimi-k2.5-local"
 LOAD = "load the verifier"
+LEFT = "what is left of it at the end"
 HOUR = 3600.0
+MOST_SAMPLES = 10**12
 ONE = Range(1.0, 1.0)
 # float32 master weights, gradients and two AdamW moments, and a bfloat16 copy for the forward pass
 TRAINING_BYTES_PER_PARAMETER = 18
@@ -48,7 +50,8 @@ class Memory:
 @dataclass(frozen=True)
 class Plan:
     """A plan for `samples` samples, `have` of which have their hidden states; `hours` and `cost` are of the critical path, set-up to
-    last byte pushed. `estimated`: the day of the hardware profile's rates and prices, None where they are no estimates."""
+    last byte pushed. `estimated`: the day of the hardware profile's rates and prices, None where they are no estimates. `waiting`: seconds of a push beside other work that are left at the low and the
+    high end of that work; faster work leaves more, so the two are not a range."""
 
     samples: int
     have: int
@@ -64,10 +67,12 @@ class Plan:
     memory: list[Memory]
     price_per_hour: Range | None
     estimated: datetime.date | None = None
+    waiting: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> Range:
-        return sum((line.seconds for line in self.lines if not line.beside), ZERO)
+        work = sum((line.seconds for line in self.lines if not line.beside and line.what != LEFT), ZERO)
+        return Range(work.low + self.waiting[0], work.high + self.waiting[1])
 
     @property
     def hours(self) -> Range:
@@ -287,17 +292,18 @@ def _evaluate_line(m: Measurement, growth: float) -> Line:
     return Line("evaluate", "acceptance walk", _grow(e.seconds, e.fixed_share, ratio), "held-out samples, evaluate.samples")
 
 
-def _push_lines(m: Measurement, push: Range | None, beside: Range) -> list[Line]:
-    """Streaming push runs beside extract and train; only what is left then is waited for. Otherwise all of it is."""
+def _push_lines(m: Measurement, push: Range | None, beside: Range) -> tuple[list[Line], tuple[float, float]]:
+    """Streaming push runs beside extract and train; only what is left then is waited for, as Plan.waiting. Otherwise all of it is."""
     if push is None:
-        return []
+        return [], (0.0, 0.0)
     if not m.push_while_extracting:
-        return [Line("push", "hidden states to the remote", push, "bytes, network")]
-    left = Range(*sorted((max(0.0, push.low - beside.low), max(0.0, push.high - beside.high))))
-    return [
+        return [Line("push", "hidden states to the remote", push, "bytes, network")], (0.0, 0.0)
+    waiting = max(0.0, push.low - beside.low), max(0.0, push.high - beside.high)
+    lines = [
         Line("push", "hidden states, while others run", push, "bytes, network", beside=True),
-        Line("push", "what is left of it at the end", left, "bytes, network, train time"),
+        Line("push", LEFT, Range(min(waiting), max(waiting)), "bytes, network, train time"),
     ]
+    return lines, waiting
 
 
 def _memory(m: Measurement, target: Hardware | None) -> list[Memory]:
@@ -314,7 +320,22 @@ def _memory(m: Measurement, target: Hardware | None) -> list[Memory]:
     return found
 
 
-def make(
+def make(m: Measurement, samples: int, *args, **options) -> Plan:
+    """See :func:`_make`. Raises UserError too when figures are so large or so small that times leave what a float can hold."""
+    if samples > MOST_SAMPLES:
+        raise UserError(f"samples must be at most {MOST_SAMPLES:,}")
+    try:
+        plan = _make(m, samples, *args, **options)
+        _ = plan.cost or plan.seconds  # their sums are worked out when asked for
+        return plan
+    except (OverflowError, ValueError, ZeroDivisionError) as e:
+        raise UserError(
+            f"no plan of {samples:,} samples from {m.name}: a time or a size is out of bounds ({e}); check the number of samples, the "
+            "bandwidth and the figures of the measurement and the hardware profile"
+        ) from e
+
+
+def _make(
     m: Measurement,
     samples: int,
     source: Hardware | None = None,
@@ -372,7 +393,8 @@ def make(
         Line("export", "layouts and self-check", m.export.seconds_fixed, "fixed"),
         _evaluate_line(m, growth),
     ]
-    lines = [replace(line, seconds=line.seconds * m.repeat) for line in lines] + _push_lines(m, push, beside)
+    pushing, waiting = _push_lines(m, push, beside * m.repeat)
+    lines = [replace(line, seconds=line.seconds * m.repeat) for line in lines] + pushing
     checkpoints = m.drafter_parameters * CHECKPOINT_BYTES_PER_PARAMETER
     return Plan(
         samples=samples,
@@ -389,17 +411,20 @@ def make(
         memory=_memory(m, target),
         price_per_hour=target.price_per_hour if target else None,
         estimated=target.as_of if target else None,
+        waiting=waiting,
     )
 
 
 def largest(plan_for, budget: float | None, hours: float | None) -> dict[str, int]:
-    """The largest sample counts within a budget in dollars and a time: `sure` by the high ends, `at_best` by the low ends.
+    """The largest sample counts within a budget in dollars, a time and the disk: `sure` by the high ends, `at_best` by the low ends.
 
     `plan_for(samples)` gives a Plan; its times never fall with more samples, so bisection finds the edge. 0: not even one.
     """
 
     def fits(samples: int, end: str) -> bool:
         plan = plan_for(samples)
+        if plan.disk_bytes is not None and plan.storage_bytes > plan.disk_bytes:
+            return False
         if hours is not None and getattr(plan.hours, end) > hours:
             return False
         if budget is not None:
@@ -520,7 +545,10 @@ def describe(plan: Plan, m: Measurement, largest: dict[str, int] | None, project
             f"rates and prices of {plan.hardware} are estimates of {plan.estimated}: put what you are offered into a copy"
         )
     if largest is not None:
-        lines.append(f"largest run within the limits: {largest['sure']:,} samples for sure, {largest['at_best']:,} at best")
+        by_disk = ", the disk counted too" if plan.disk_bytes else ""
+        lines.append(
+            f"largest run within the limits: {largest['sure']:,} samples for sure, {largest['at_best']:,} at best{by_disk}"
+        )
     if projection is not None:
         rate = lambda v: f"{v:.0f}"  # noqa: E731
         lines.append(

@@ -61,12 +61,12 @@ def learnings(path: Path = LEARNINGS) -> list[Learning]:
         return _Learnings(entries=entries or []).entries
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
-    except YAMLError as e:
+    except (YAMLError, UnicodeDecodeError) as e:
         raise UserError(f"{path} is not valid YAML: {yaml_problem(e)}") from None
     except ValidationError as e:
         err = e.errors()[0]
         where = " ".join(f"{p + 1}" if isinstance(p, int) else str(p) for p in err["loc"][1:])
-        raise UserError(f"{path}: entry {where}: {err['msg']}") from None
+        raise UserError(f"{path}: {f'entry {where}: ' if where else ''}{err['msg']}") from None
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,14 @@ def _recorded(text: str) -> Inputs:
 
 def write(profile: str | None = None, hardware: str | None = None, measurement: str | None = None) -> str:
     """Render the document and write it where it changed; returns a sentence. What is None stays as in the present document."""
-    old = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.is_file() else ""
+    old = DOCUMENT.read_text(encoding="utf-8", errors="replace") if DOCUMENT.is_file() else ""
     kept = _recorded(old)
-    new = render(Inputs(profile or kept.profile, hardware or kept.hardware, measurement or kept.measurement))
+    inputs = Inputs(profile or kept.profile, hardware or kept.hardware, measurement or kept.measurement)
+    if _recorded(inputs.command()) != inputs:
+        raise UserError(
+            f"`{inputs.command()}` cannot be kept in the document: give names and paths without spaces and backquotes"
+        )
+    new = render(inputs)
     if new == old:
         return f"{DOCUMENT} is up to date"
     DOCUMENT.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +185,7 @@ def check() -> str:
     """A sentence when the document is what its inputs give; raises UserError when it is stale or missing."""
     if not DOCUMENT.is_file():
         raise UserError(f"{DOCUMENT} does not exist: run `eagle3dvc playbook`")
-    text = DOCUMENT.read_text(encoding="utf-8")
+    text = DOCUMENT.read_text(encoding="utf-8", errors="replace")
     if text != render(_recorded(text)):
         raise UserError(f"{DOCUMENT} is stale, an input of it changed: run `eagle3dvc playbook` and commit the result")
     return f"{DOCUMENT} is up to date"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,20 @@ def test_unreachable_remote(repo, monkeypatch):
     assert any("jobs" in line.fix for line in lines if line.level == "warning")
 
 
+def test_a_remote_that_never_answers_does_not_keep_doctor_from_ending(repo):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and says nothing
+        config("s3://bucket/x", extra=f"    endpointurl = http://127.0.0.1:{server.getsockname()[1]}\n")
+        code = "from eagle3dvc.fleet import doctor; doctor.REMOTE_TIMEOUT = 1.0; print(*doctor.examine(only=['remote']))"
+        environment = {**os.environ, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        r = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=40)
+    assert "did not answer" in r.stdout
+
+
+def test_a_password_in_the_address_is_not_printed(repo):
+    config("https://me:secret@127.0.0.1:1/x")
+    assert not any("secret" in str(line) for line in doctor.examine(only=["remote"]))
+
+
 def test_no_remote(repo):
     Path(".dvc/config").write_text("")
     assert worst("remote")[0] == "warning"
@@ -175,6 +190,35 @@ def test_disk_counts_what_is_there_already(repo):
     with open("data/hidden_states/00000-k.safetensors", "wb") as f:
         f.truncate(5 * 10**11)  # sparse: takes no space
     assert doctor.planned_bytes(doctor.Context(samples=200))[0] == 1.5e12
+
+
+def test_what_another_run_left_is_not_taken_for_the_run_to_come(repo):
+    """After a run of the demo and `profile apply`, metrics and data/verifier are still the demo's."""
+    Path("metrics").mkdir()
+    Path("metrics/extract.json").write_text(json.dumps({"bytes": 10**5, "samples": 100}))
+    Path("data/verifier/verifier.json").write_text(json.dumps({"source": "demo", "name": "demo"}))
+    blocks = {
+        "verifier": {"model": "demo"},
+        "prepare": {"sources": [{"path": "demo"}], "max_length": 2048},
+        "extract": {"stored_dtype": "float32"},
+    }
+
+    def lock():
+        stages = {name: {"cmd": "x", "params": {"params.yaml": {name: block}}} for name, block in blocks.items()}
+        YAML().dump({"schema": "2.0", "stages": stages}, Path("dvc.lock"))
+
+    lock()
+    params(**blocks)
+    assert doctor.planned_bytes(doctor.Context(samples=200))[0] == 2e5
+    params(**{**blocks, "extract": {"stored_dtype": "bfloat16"}})
+    assert doctor.planned_bytes(doctor.Context(samples=200))[0] > 1e6
+
+    params(**{**blocks, "verifier": {"model": "org/large"}}, max_samples=100_000)
+    level, text = worst("disk", samples=10**8)
+    assert level == "failure" and "metrics/extract.json" not in text
+    assert "not downloaded" in worst("verifier")[1]
+    for check in ("layer-ids", "kv-room", "tokenizer"):
+        assert "no verifier folder yet" in worst(check)[1]
 
 
 def test_wrong_layer_ids(repo):
@@ -231,6 +275,15 @@ def test_missing_shard_of_a_local_verifier(repo, tmp_path):
     params(verifier={"model": str(folder), "watch": str(folder)})
     level, text = worst("verifier")
     assert level == "failure" and "model-00002-of-00002.safetensors" in text
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"llama"', "{", "\xff", '{"text_config": 3}', '{"num_hidden_layers": "8"}'])
+def test_an_odd_config_is_a_failure_of_the_verifier_and_breaks_no_check(repo, text):
+    Path("data/verifier/config.json").write_bytes(text.encode("latin-1"))
+    lines = doctor.examine(only=["versions", "disk", "verifier", "layer-ids", "kv-room", "tokenizer"])
+    assert not [line for line in lines if "could not be checked" in line.text]
+    if not text.startswith('{"'):
+        assert worst("verifier")[0] == "failure"
 
 
 def test_a_hub_verifier_that_is_downloaded_in_part(repo, tmp_path, monkeypatch):
@@ -302,6 +355,19 @@ def test_tensor_parallelism_without_gpus(repo, monkeypatch):
 def test_outside_a_dvc_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert worst("cache-link")[0] == "failure"
+
+
+def test_no_check_is_silent_or_content_where_there_is_nothing_to_look_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for check in set(doctor.CHECKS) - {"versions", "gpus", "interconnect", "tokenizer"}:
+        assert {line.level for line in doctor.examine(only=[check])} & {"warning", "failure"}, check
+
+
+def test_a_cache_that_cannot_be_written(repo, tmp_path):
+    config(tmp_path, link='hardlink"\n    dir = "/sys/kernel/cache')
+    level, text = worst("cache-link")
+    assert level == "failure" and "/sys/kernel/cache" in text and "cannot be written" in text
+    assert not list(repo.glob(".doctor*"))
 
 
 def install(folder, **versions):
@@ -384,6 +450,12 @@ def test_exit_code_and_json(repo):
     sick = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     assert sick.exit_code == 1 and "failure  layer-ids" in sick.stdout and "-> set extract.aux_layer_ids" in sick.stdout
     assert CliRunner().invoke(app, ["doctor", "--only", "params"], catch_exceptions=False).exit_code == 0
+
+
+@pytest.mark.parametrize("samples", [0, -1, 10**400])
+def test_samples_out_of_bounds(repo, samples):
+    with pytest.raises(UserError, match="--samples must be from 1"):
+        doctor.examine(samples=samples, only=["disk"])
 
 
 def test_unknown_check(repo):

@@ -85,6 +85,18 @@ def test_push_is_waited_for_only_where_it_outlasts_the_work():
     assert P.make(without, 10_000, LOCAL, B300, bandwidth_gb_s=10).seconds.low > fast.seconds.low
 
 
+@pytest.mark.parametrize("gb_s", [0.01, 0.05, 0.06, 0.2, 1.0])
+@pytest.mark.parametrize("repeat", [Range.of(1), M.REPEAT])
+def test_a_push_beside_other_work_takes_the_longer_of_the_two(gb_s, repeat):
+    m = KIMI.model_copy(update={"repeat": repeat})
+    plan = P.make(m, 50_000, LOCAL, B300, bandwidth_gb_s=gb_s)
+    lines = [line for line in plan.lines if line.what != P.LEFT and not line.beside]
+    work = [line.seconds for line in lines if line.stage in ("extract", "train") and line.what != P.LOAD]
+    other = [line.seconds for line in lines if line.stage not in ("extract", "train") or line.what == P.LOAD]
+    longer = sum(work, M.ZERO).at_least(plan.push_seconds)
+    assert plan.seconds.pair() == pytest.approx((sum(other, M.ZERO) + longer).pair())
+
+
 def test_samples_that_exist_are_not_computed_again():
     plan = P.make(KIMI, 4000, LOCAL, LOCAL, have=1000)
     assert seconds_of(plan, "hidden states").low == pytest.approx(3000 * 503 / 2912)
@@ -113,6 +125,13 @@ def test_largest_is_the_edge_of_the_budget():
         fits = [getattr(plan_for(k).cost, end) <= 500 and getattr(plan_for(k).hours, end) <= 12 for k in (n, n + 1)]
         assert fits == [True, False]
     assert P.largest(plan_for, budget=1, hours=None)["sure"] == 0
+
+
+def test_largest_fits_the_disk():
+    plan_for = lambda n: P.make(KIMI, n, LOCAL, B300)  # noqa: E731
+    most = P.largest(plan_for, 1e9, None)
+    assert most["sure"] == most["at_best"]
+    assert plan_for(most["sure"]).storage_bytes <= B300.disk_tb * 1e12 < plan_for(most["sure"] + 1).storage_bytes
 
 
 def test_serving_projection():
@@ -169,6 +188,32 @@ def test_bad_figures(tmp_path, value):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(UserError, match="network_gb_s"):
         M.hardware(str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bytes_per_token", ".inf"),
+        ("verifier_bytes", ".inf"),
+        ("prepare.fixed_share", "1.5"),
+        ("train.fixed_share", "[0, 2]"),
+        ("extract.allreduce_share", "[0.4, 1.6]"),
+    ],
+)
+def test_bad_measurements_name_the_key(tmp_path, key, value):
+    text = (M.MEASUREMENTS / "kimi-k2.5-local.yaml").read_text()
+    block, _, name = key.rpartition(".")
+    start = text.index(f"\n{block}:") if block else 0
+    at = text.index(f"{name}:", start)
+    (tmp_path / "bad.yaml").write_text(f"{text[:at]}{name}: {value}{text[text.index(chr(10), at) :]}")
+    with pytest.raises(UserError, match=key):
+        M.measurement(str(tmp_path / "bad.yaml"))
+
+
+def test_figures_out_of_bounds_are_one_sentence():
+    m = KIMI.model_copy(update={"train": KIMI.train.model_copy(update={"steps_per_second": Range.of(1e-320)})})
+    with pytest.raises(UserError, match="out of bounds"):
+        P.make(m, 1000, LOCAL, B300)
 
 
 def test_unknown_names_suggest_the_nearest():
@@ -379,6 +424,61 @@ def test_unfinished_or_damaged_logs_are_refused(project):
         M.measurement(str(project / "logs"))
 
 
+@pytest.mark.parametrize(
+    ("stage", "change"),
+    [
+        ("train", {"hardware": "a GPU"}),
+        ("train", {"hardware": {"gpus": 8 * ["H100"]}}),
+        ("train", {"steps_per_second": "fast"}),
+        ("train", {"seconds_validation": 1.0}),
+        ("prepare", {"seconds_growing": None, "seconds_stage": None, "seconds": None}),
+        ("prepare", {"seconds_growing": "all"}),
+        ("extract", {"seconds_stage": "long"}),
+        ("extract", {"seconds_load": -5}),
+        ("evaluate", {"engine": {"batch_size": 1, "speedup": 2.0}}),
+        ("evaluate", {"engine": "vllm"}),
+        ("export", {"seconds_stage": 1e309}),
+    ],
+)
+def test_odd_logs_are_one_sentence(project, stage, change):
+    run(project, 1000, 40_000, times(1000, 40_000), {stage: change})
+    with pytest.raises(UserError, match="logs"):
+        M.measurement(str(project / "logs"))
+
+
+def test_logs_of_another_verifier_are_refused(project):
+    """After `profile apply` logs/ are still the demo's, and a plan from them would be of the demo."""
+    run(project, 1000, 40_000, times(1000, 40_000))
+
+    def lock(model, made, read):
+        stages = {
+            "verifier": {
+                "params": {"params.yaml": {"verifier": {"model": model}}},
+                "outs": [{"path": "data/verifier", "md5": made}],
+            },
+            "prepare": {"params": {"params.yaml": {"prepare": {}}}},
+            "extract": {"params": {"params.yaml": {"extract": {}}}, "deps": [{"path": "data/verifier", "md5": read}]},
+        }
+        (project / "dvc.lock").write_text(json.dumps({"stages": stages}))  # JSON is YAML
+
+    lock("demo", "a", "a")
+    M.measurement(str(project / "logs"))
+    lock("demo", "b", "a")
+    with pytest.raises(UserError, match="another verifier"):
+        M.measurement(str(project / "logs"))
+    lock("org/large", "a", "a")
+    with pytest.raises(UserError, match=r"verifier\.model differs"):
+        M.measurement(str(project / "logs"))
+    (project / "dvc.lock").write_text("{")
+    M.measurement(str(project / "logs"))
+
+
+def test_no_logs_yet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run `dvc repro` first"):
+        M.measurement("logs")
+
+
 def test_cpu_logs_cannot_be_scaled_to_a_gpu_machine(project):
     run(project, 1000, 40_000, times(1000, 40_000))
     with pytest.raises(UserError, match="leave --hardware out"):
@@ -462,7 +562,17 @@ def test_command_line_text_names_inputs_and_total():
 
 
 @pytest.mark.parametrize(
-    "args", ["--samples 0", "--samples 10 --bandwidth 0", "--samples 10 --budget -1", "--samples 1 --have -1"]
+    "args",
+    [
+        "--samples 0",
+        "--samples 1" + 400 * "0",
+        "--samples 10 --bandwidth 0",
+        "--samples 10 --bandwidth 1e-320",
+        "--samples 10 --budget -1",
+        "--samples 1 --have -1",
+        "--samples 1 --save /",
+        "--samples 1 --save no-such-folder/x.yaml",
+    ],
 )
 def test_command_line_refuses(args):
     with pytest.raises(UserError):

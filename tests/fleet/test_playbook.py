@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from eagle3dvc.cli import app
 from eagle3dvc.errors import UserError
@@ -82,6 +83,16 @@ def test_a_measurement_without_a_published_figure(project):
     assert len(rows) == 4 and {row.count("|") for row in rows[1:]} == {5}
 
 
+def test_what_the_document_cannot_keep_is_refused(project):
+    before = Path("docs/hero-run.md").read_text()
+    Path("my machine.yaml").write_text((M.HARDWARE / "h200x8.yaml").read_text())
+    with pytest.raises(UserError, match="without spaces"):
+        playbook.write(hardware="my machine.yaml")
+    with pytest.raises(UserError, match="--check takes"):
+        CliRunner().invoke(app, ["playbook", "--check", "--hardware", "h200x8"], catch_exceptions=False)
+    assert Path("docs/hero-run.md").read_text() == before
+
+
 def test_missing_document(project):
     Path("docs/hero-run.md").unlink()
     with pytest.raises(UserError, match="does not exist"):
@@ -106,12 +117,22 @@ def test_it_holds_every_guard_and_every_lesson(project):
         ("- {date: soon, symptom: s, cause: c, fix: f, version: v}", "entry 1 date"),
         ("- {date: 2026-01-01, symptom: '', cause: c, fix: f, version: v}", "entry 1 symptom"),
         ("- [", "not valid YAML"),
+        ("date: 2026-01-01", "learnings.yaml: Input should be a valid list"),
     ],
 )
 def test_bad_lessons_are_named(project, text, message):
     Path("learnings.yaml").write_text(text)
     with pytest.raises(UserError, match=message):
         playbook.learnings()
+
+
+def test_files_that_are_no_text_are_one_sentence(project):
+    Path("docs/hero-run.md").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="stale"):
+        playbook.check()
+    Path("learnings.yaml").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not valid YAML"):
+        playbook.check()
 
 
 def commands(text):

@@ -68,6 +68,48 @@ def test_skypilot_uses_spot_with_recovery_and_no_secret_in_the_file():
     assert set(task["secrets"].values()) == {None} and task["envs"]["REMOTE_URL"] is None
 
 
+def test_skypilot_brings_dvc_lock_home(tmp_path):
+    """The machine is deleted when the job ends: what is not in git by then is lost. Other programs are stand-ins."""
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    subprocess.run([*git, "init", "-q", "--bare", "-b", "main", tmp_path / "home.git"], check=True)
+    subprocess.run([*git, "clone", "-q", tmp_path / "home.git", tmp_path / "mine"], check=True, capture_output=True)
+    for name in ("dvc.lock", "metrics/train.json", "plots/a.csv", ".venv/bin/activate"):
+        path = tmp_path / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    subprocess.run([*git, "add", "-f", "."], cwd=tmp_path / "mine", check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], cwd=tmp_path / "mine", check=True)
+    subprocess.run([*git, "push", "-q", "origin", "HEAD:main"], cwd=tmp_path / "mine", check=True)
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    for name in ("make", "eagle3dvc", "dvc"):
+        (bin_ / name).write_text(f'#!/usr/bin/env bash\ncase "{name} $1" in "dvc repro") echo done > dvc.lock;; esac\n')
+        (bin_ / name).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{bin_}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "REPOSITORY": str(tmp_path / "home.git"),
+        "BRANCH": "main",
+        "RESULTS": sky()["envs"]["RESULTS"],
+        "REMOTE_URL": "s3://b/x",
+    }
+    for part in ("setup", "run"):
+        subprocess.run(["bash", "-c", sky()[part]], cwd=tmp_path, env=environment, check=True)
+    show = ["git", "--git-dir", str(tmp_path / "home.git"), "show", f"{environment['RESULTS']}:dvc.lock"]
+    assert subprocess.run(show, check=True, capture_output=True, text=True).stdout == "done\n"
+
+
+def test_slurm_says_what_its_output_folder_and_login_nodes_need():
+    text = (RECIPES / "slurm.sh").read_text()
+    folder = re.search(r"^#SBATCH --output=(\w+)/", text, re.M).group(1)
+    assert f"mkdir -p {folder} && sbatch" in text and "srun --gpus=1 make setup" in text
+
+
+def test_the_hub_cache_lies_outside_the_repository_for_a_relative_folder_too():
+    assert 'HF_HOME="${HF_HOME:-$(dirname "$PWD")/hf}"' in scripts()["rented-box.sh"]
+
+
 STAGE = """\
 import signal, sys, time
 from eagle3dvc.stage import die_with_parent
