@@ -20,19 +20,26 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 source .venv/bin/activate
 
 # Ten minutes before the end SLURM sends TERM to this script. Pass it to the running stage, the child of dvc, which saves and
-# ends; dvc itself must live until then, for a stage whose dvc is gone is killed at once. Then back into the queue.
+# ends; dvc itself must live until then, for a stage whose dvc is gone is killed at once. Then back into the queue. Before the
+# stages it is `eagle3dvc node` that ends, and its `dvc pull`.
+work=
 again() {
   echo "time is up: saving and going back into the queue"
   pkill -TERM -P "$work" || true
+  if [ "$step" = node ]; then kill -TERM $work || true; fi
   wait "$work" || true
   if [ -n "${SLURM_JOB_ID:-}" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
   exit 0
 }
 
-eagle3dvc node
+step=node
+trap again TERM
+eagle3dvc node &  # bash acts on TERM while it waits, not while a command runs before it
+work=$!
+wait "$work"
+step=repro
 SHELL=/bin/bash dvc repro --allow-missing &  # bash -c becomes the stage itself: no shell in between that would swallow TERM
 work=$!
-trap again TERM
 wait "$work"
 dvc status -q
 dvc push

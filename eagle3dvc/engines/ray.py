@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray._private.state import available_resources_per_node
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3dvc import engines, stage
@@ -88,13 +89,20 @@ class Worker:
     def __init__(self, number: int, params: Params, info: VerifierInfo, layer_ids: Sequence[int], threads: int):
         torch.set_num_threads(threads)
         self.number = number
-        self.engine = engines.make(params, info, layer_ids)
+        self.arguments = params, info, layer_ids
+
+    def node(self) -> str:
+        """Where it was placed; answered before the engine loads, which may take minutes."""
+        return ray.get_runtime_context().get_node_id()
+
+    def load(self) -> None:
+        self.engine = engines.make(*self.arguments)
 
     def about(self) -> dict[str, Any]:
         return {
             "name": self.engine.name,
             "version": self.engine.version,
-            "node": ray.get_runtime_context().get_node_id(),
+            "node": self.node(),
             "pid": os.getpid(),
             "threads": torch.get_num_threads(),
         }
@@ -138,7 +146,10 @@ class Worker:
 
 @dataclass
 class Seat:
-    """The driver's view of a worker: its actor, what it runs, and what it has done (kept when the actor is replaced)."""
+    """The driver's view of a worker: its actor, what it runs, and what it has done (kept when the actor is replaced).
+
+    No actor: there was no room for another one. `pid` is 0 until its engine is loaded.
+    """
 
     number: int
     actor: Any = None
@@ -176,6 +187,8 @@ class RayEngine:
         self.seats = [Seat(i) for i in range(self.workers)]
         self.replaced = 0
         self._in_a_row = 0
+        self._counted: set[str] = set()  # machines that a loss was counted for
+        self._waited: set[str] = set()  # machines in whose place no other came in time
         self._answering = False
         if self.own:
             _start(self.workers)
@@ -187,7 +200,10 @@ class RayEngine:
             for seat in self.seats:
                 self._start_actor(seat)
             for seat in self.seats:
-                about = self._settle(seat)
+                try:
+                    about = self._settle(seat)
+                except LOST as e:
+                    raise UserError(f"extract worker {seat.number} ended while loading the verifier: {e}") from e
             self.name, self.version = about["name"], about["version"]
         except BaseException:
             self.close()
@@ -201,9 +217,14 @@ class RayEngine:
         actor = ray.remote(Worker).options(**self.options)
         seat.actor = actor.remote(seat.number, params, info, self.layer_ids, threads)
 
-    def _settle(self, seat: Seat) -> dict[str, Any]:
-        """Wait until a worker's engine is loaded; find out whether it sees this machine's files. Raises UserError."""
+    def _settle(self, seat: Seat, limit: float | None = None) -> dict[str, Any]:
+        """Wait until a worker's engine is loaded; find out whether it sees this machine's files.
+
+        Raises UserError, LOST when it died, and GetTimeoutError when it was not placed on a machine within `limit` seconds.
+        """
+        seat.node = ray.get(seat.actor.node.remote(), timeout=limit)
         try:
+            ray.get(seat.actor.load.remote())
             about = ray.get(seat.actor.about.remote())
             probe = self._probe()
             try:
@@ -211,14 +232,10 @@ class RayEngine:
             finally:
                 probe.unlink(missing_ok=True)
         except RayTaskError as e:
-            raise _cause(e) from None
-        except RayActorError as e:
-            if isinstance(cause := getattr(e, "cause", None), UserError):
+            if isinstance(cause := _cause(e), UserError):
                 raise cause from None
-            raise UserError(
-                _first_user_error(e) or f"extract worker {seat.number} ended while loading the verifier: {e}"
-            ) from e
-        seat.node, seat.pid = about["node"], about["pid"]
+            raise UserError(f"extract worker {seat.number} could not load the verifier: {e}") from e
+        seat.pid = about["pid"]
         return about
 
     @staticmethod
@@ -227,11 +244,39 @@ class RayEngine:
         path.write_text(os.urandom(16).hex(), encoding="utf-8")
         return path
 
-    def _replace(self, seat: Seat, why: BaseException) -> None:
-        """A worker is gone: put its shards back and start another in its place. Raises UserError after MOST_LOST in a row."""
+    def _working(self) -> list[Seat]:
+        return [seat for seat in self.seats if seat.actor is not None]
+
+    def _replace(self, seat: Seat, why: BaseException) -> int:
+        """A worker is gone: put its shards back and start another in its place, or drop the seat when there is no room for one.
+
+        Returns how many requests wait. Raises UserError after MOST_LOST in a row, and with no seat left.
+        """
+        while True:
+            waiting = self._lose(seat, why)
+            try:
+                self._wait_for_place(seat)
+                self._start_actor(seat)
+                self._settle(seat, PLACEMENT_TIMEOUT)
+                if self.head_ref is not None:
+                    ray.get(seat.actor.prove.remote(self.head_ref))
+                return waiting
+            except RayTaskError as e:
+                raise _cause(e) from None
+            except GetTimeoutError:
+                self._drop(seat)
+                return waiting
+            except LOST as e:
+                why = e
+
+    def _lose(self, seat: Seat, why: BaseException) -> int:
+        """Count a loss and put its shards back; returns how many requests wait. Raises UserError after MOST_LOST in a row."""
         seat.stop_clock()
-        self.replaced, self._in_a_row = self.replaced + 1, self._in_a_row + 1
-        ray.get(self.line.lost.remote(seat.number))
+        self.replaced += 1
+        if seat.node not in self._counted or seat.node in _machines():  # workers that went with one machine are one loss
+            self._in_a_row += 1
+        self._counted.add(seat.node)
+        waiting = ray.get(self.line.lost.remote(seat.number))
         reason = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
         if self._in_a_row >= MOST_LOST:
             raise UserError(
@@ -239,26 +284,58 @@ class RayEngine:
                 "extract.workers or the batch sizes if memory ran out, then run `dvc repro` again"
             )
         print(f"warning: extract worker {seat.number} was lost ({reason}); starting another", file=sys.stderr, flush=True)
-        ray.kill(seat.actor)
-        self._start_actor(seat)
-        self._settle(seat)
-        if self.head_ref is not None:
-            ray.get(seat.actor.prove.remote(self.head_ref))
+        self._end_actor(seat)
+        return waiting
+
+    def _wait_for_place(self, seat: Seat) -> None:
+        """Until one worker fits; at once for a machine that was waited for already. Raises GetTimeoutError."""
+        deadline = time.monotonic() + PLACEMENT_TIMEOUT
+        while not _places(self.options, _free()):
+            # that a machine is gone may be known a while after its workers are
+            if time.monotonic() > deadline or (seat.node in self._waited and seat.node not in _machines()):
+                raise GetTimeoutError("no room for another worker")
+            time.sleep(_POLL)
+
+    def _drop(self, seat: Seat) -> None:
+        """Go on without a worker. Raises UserError when it was the last."""
+        self._waited.add(seat.node)
+        self._end_actor(seat)
+        if not (left := len(self._working())):
+            raise UserError(
+                f"the last extract worker was lost, and within {PLACEMENT_TIMEOUT:g} s no machine of the Ray cluster had "
+                f"{_wanted(self.options)} free for another; finished shards are kept. Bring the machine back (`ray status`) or lower "
+                "extract.workers, then run `dvc repro` again"
+            )
+        print(
+            f"warning: no machine of the Ray cluster has {_wanted(self.options)} free for extract worker {seat.number}; going on "
+            f"with {left} of {self.workers} workers",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    @staticmethod
+    def _end_actor(seat: Seat) -> None:
+        if seat.actor is not None:
+            ray.kill(seat.actor)
+        seat.actor, seat.pid = None, 0
 
     # -------------------------------------------------------------------------------------------------------- engine
     def prove(self, head: Head) -> None:
         """Every worker proves its own engine: machines differ."""
         self.head_ref = ray.put(head)
-        try:
-            ray.get([seat.actor.prove.remote(self.head_ref) for seat in self.seats])
-        except RayTaskError as e:
-            raise _cause(e) from None
+        for seat, proof in [(seat, seat.actor.prove.remote(self.head_ref)) for seat in self._working()]:
+            try:
+                ray.get(proof)
+            except RayTaskError as e:
+                raise _cause(e) from None
+            except LOST as e:
+                self._replace(seat, e)
 
     def extract(self, requests: Iterable[ShardRequest]) -> Iterator[FinishedShard]:
         source = iter(requests)
         ray.get(self.line.clear.remote())
         waiting = self._feed(source, 2 * self.workers)
-        for seat in self.seats:
+        for seat in self._working():
             self._begin(seat)
         while running := {seat.stream: seat for seat in self.seats if seat.stream is not None}:
             ready, _ = ray.wait(list(running), num_returns=1, timeout=_POLL)
@@ -274,8 +351,9 @@ class RayEngine:
                     raise _cause(e) from None
                 except LOST as e:
                     seat.stream = None
-                    self._replace(seat, e)
-                    self._begin(seat)
+                    waiting = self._replace(seat, e)
+                    if seat.actor is not None:
+                        self._begin(seat)
                     continue
                 self._in_a_row = 0
                 if data is not None:
@@ -283,11 +361,13 @@ class RayEngine:
                 seat.shards, seat.tokens = seat.shards + 1, seat.tokens + finished.tokens
                 waiting = ray.get(self.line.done.remote(seat.number, finished.key))
                 yield finished
+            if not any(seat.stream for seat in self.seats):  # what a lost worker still took while it was being ended
+                waiting = ray.get([self.line.lost.remote(seat.number) for seat in self.seats])[-1]
             if waiting < self.workers:
                 waiting = self._feed(source, 2 * self.workers - waiting)
             # a worker whose engine found the line empty has ended; a lost worker's shards may be waiting since
-            if waiting and not all(seat.stream for seat in self.seats):
-                for seat in self.seats:
+            if waiting:
+                for seat in self._working():
                     if seat.stream is None:
                         self._begin(seat)
 
@@ -339,7 +419,7 @@ class RayEngine:
         todo = deque(range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size))
         answers: list[list[int]] = [[] for _ in prompts]
         running: dict[Any, tuple[Seat, range]] = {}
-        idle, self._answering = list(self.seats), True
+        idle, self._answering = self._working(), True
         while todo or running:
             while todo and idle:
                 seat, chunk = idle.pop(), todo.popleft()
@@ -364,7 +444,8 @@ class RayEngine:
             except LOST as e:
                 todo.appendleft(chunk)
                 self._replace(seat, e)
-            idle.append(seat)
+            if seat.actor is not None:
+                idle.append(seat)
         self._answering = False
         return answers
 
@@ -387,12 +468,11 @@ class RayEngine:
         if not ray.is_initialized():
             return
         # an engine with processes of its own ends them; one that is at work (the run was interrupted) would not answer
-        idle = [seat.actor.close.remote() for seat in self.seats if seat.node and seat.stream is None]
+        idle = [seat.actor.close.remote() for seat in self._working() if seat.pid and seat.stream is None]
         if idle and not self._answering:
             ray.wait(idle, num_returns=len(idle), timeout=CLOSE_TIMEOUT)
         for seat in self.seats:
-            if seat.actor is not None:
-                ray.kill(seat.actor)
+            self._end_actor(seat)
         if hasattr(self, "line"):
             ray.kill(self.line)
         if self.own:
@@ -433,37 +513,56 @@ def _start(workers: int) -> None:
         signal.signal(signal.SIGTERM, handler)  # Ray puts its own in place, which ends the stage without a word
 
 
+def _machines() -> dict[str, dict[str, float]]:
+    """What each machine of the cluster has: {node id: {"CPU": 8, ...}}."""
+    return {n["NodeID"]: n["Resources"] for n in ray.nodes() if n["Alive"]}
+
+
+def _free() -> dict[str, dict[str, float]]:
+    """What each machine has free."""
+    alive = _machines()
+    return {node: free for node, free in available_resources_per_node().items() if node in alive}
+
+
+def _places(options: dict[str, Any], machines: Mapping[str, Mapping[str, float]]) -> int:
+    """How many workers fit, each on one machine."""
+    need = {k: n for k, n in (("GPU", options.get("num_gpus", 0)), ("CPU", options["num_cpus"])) if n}
+    return sum(min(int(has.get(k, 0) // n) for k, n in need.items()) for has in machines.values())
+
+
+def _wanted(options: dict[str, Any]) -> str:
+    names = ((options.get("num_gpus", 0), "GPU"), (options["num_cpus"], "CPU"))
+    return " and ".join(f"{n} {name}{'s' * (n > 1)}" for n, name in names if n)
+
+
 def _share(params: Params, workers: int) -> dict[str, Any]:
-    """Processors and GPUs of each worker. Raises UserError when the cluster does not have that many GPUs."""
-    have = ray.cluster_resources()
-    gpus = int(have.get("GPU", 0))
+    """Processors and GPUs of each worker, which is on one machine. Raises UserError when the cluster does not have that many GPUs."""
+    machines = _machines()
+    gpus = sorted((int(has["GPU"]) for has in machines.values() if has.get("GPU")), reverse=True)
     each = params.extract.tensor_parallel_size
     if gpus:
-        if gpus < each * workers:
+        if sum(gpus) < each * workers:
             raise UserError(
-                f"extract.workers = {workers} with tensor_parallel_size = {each} needs {each * workers} GPUs, the cluster has {gpus}: "
-                "lower one of them"
+                f"extract.workers = {workers} with tensor_parallel_size = {each} needs {each * workers} GPUs, the cluster has "
+                f"{sum(gpus)}: lower one of them"
+            )
+        if (room := sum(n // each for n in gpus)) < workers:
+            raise UserError(
+                f"extract.workers = {workers} with tensor_parallel_size = {each} needs {each} GPUs on one machine for each worker; the "
+                f"machines of the cluster have {', '.join(map(str, gpus))}, room for {room}: lower one of them"
             )
         return {"num_gpus": each, "num_cpus": 1}
-    return {"num_cpus": max(1, int(have.get("CPU", 1)) // workers)}
+    cpus = [int(has.get("CPU", 0)) for has in machines.values()]
+    return {"num_cpus": next((n for n in range(sum(cpus) // workers, 1, -1) if sum(c // n for c in cpus) >= workers), 1)}
 
 
 def _wait_for_room(options: dict[str, Any], workers: int) -> None:
     """Until the cluster has free what the workers need: without this they would wait for ever, without a word. Raises UserError."""
-    need = {"GPU": options.get("num_gpus", 0) * workers, "CPU": options["num_cpus"] * workers}
     deadline = time.monotonic() + PLACEMENT_TIMEOUT
-    while short := {k: n for k, n in need.items() if ray.available_resources().get(k, 0) < n}:
+    while (room := _places(options, _free())) < workers:
         if time.monotonic() > deadline:
             raise UserError(
-                f"extract.workers = {workers} needs {' and '.join(f'{n} {k}s' for k, n in short.items())} free in the Ray cluster, and "
-                "others hold them: lower extract.workers or end what holds them (`ray status`)"
+                f"extract.workers = {workers} needs {_wanted(options)} on one machine for each, the Ray cluster has these free for {room}, "
+                "and others hold them: lower extract.workers or end what holds them (`ray status`)"
             )
         time.sleep(_POLL)
-
-
-def _first_user_error(e: BaseException) -> str | None:
-    """The sentence of a UserError in the text of an actor that failed in its constructor."""
-    for line in reversed(str(e).splitlines()):
-        if (at := line.find("UserError: ")) >= 0:
-            return line[at + len("UserError: ") :]
-    return None

@@ -85,8 +85,10 @@ def to_pull(pipeline: list[Stage], run: list[str]) -> list[str]:
 def prepare(stage: str | None = None, say: Callable[[str], None] = print) -> Ready:
     """Doctor, pull, next command. `stage`: make ready for this stage and those it needs, default all that changed.
 
-    Raises UserError when doctor finds a failure, the stage is unknown, or the pull fails.
+    Raises UserError when the stage is unknown, doctor finds a failure, or the pull fails.
     """
+    if stage is not None and (names := _names()) and stage not in names:
+        raise UserError(f"no stage {stage!r} in dvc.yaml; there are {', '.join(names)}")
     lines = doctor.examine()
     for line in lines:
         say(str(line))
@@ -96,9 +98,6 @@ def prepare(stage: str | None = None, say: Callable[[str], None] = print) -> Rea
     pipeline = stages()
     run = to_run(pipeline)
     if stage is not None:
-        names = [s.name for s in pipeline]
-        if stage not in names:
-            raise UserError(f"no stage {stage!r} in dvc.yaml; there are {', '.join(names)}")
         run = [n for n in run if n == stage or n in _needed(pipeline, stage)]
     if not run:
         return Ready([], [], "dvc pull    # nothing is left to run; this brings the results")
@@ -111,6 +110,17 @@ def prepare(stage: str | None = None, say: Callable[[str], None] = print) -> Rea
     # --allow-missing: outputs that no stage here reads are not worth pulling
     target = f" {stage}" if stage else ""
     return Ready(run, pull, f"dvc repro --allow-missing{target}")
+
+
+def _names() -> list[str]:
+    """Names of the stages; none where DVC cannot read them, of which doctor says more."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        return [s.addressing for s in Repo().index.stages]
+    except DvcException:
+        return []
 
 
 def _needed(pipeline: list[Stage], name: str) -> set[str]:

@@ -122,6 +122,131 @@ def test_every_engine_is_closed(world, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
 
 
+def test_a_worker_that_dies_while_proving_or_loading_is_replaced(world, tmp_path, monkeypatch):
+    from eagle3dvc.engines import ray as module
+
+    class Dying(module.Worker):
+        def die_where_told(self, name):
+            for file in (tmp_path / f"{name}-{self.number}", tmp_path / f"{name}-{self.number}-once"):
+                if file.exists():
+                    if file.name.endswith("once"):
+                        file.unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        def prove(self, head):
+            self.die_where_told("prove")
+            super().prove(head)
+
+        def load(self):
+            super().load()
+            self.die_where_told("load")
+
+    monkeypatch.setattr(module, "Worker", Dying)
+    engine = engines.make(*world[:2], IDS)
+    try:
+        (tmp_path / "prove-1-once").touch()
+        engine.prove(load_head("verifier"))
+        assert engine.stats()["workers_lost"] == 1 and not (tmp_path / "prove-1-once").exists()
+        (tmp_path / "load-0-once").touch()
+        engine._in_a_row = 0
+        engine._replace(engine.seats[0], RuntimeError("killed"))
+        assert engine.stats()["workers_lost"] == 3, "the loss and that of the first replacement"
+        assert engine._in_a_row == 2 and ray.get(engine.seats[0].actor.about.remote())["pid"] == engine.seats[0].pid
+        (tmp_path / "load-0").touch()
+        engine._in_a_row = 0
+        with pytest.raises(UserError, match="lost in a row"):
+            engine._replace(engine.seats[0], RuntimeError("killed"))
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A cluster of several machines, all of them this one; RAY_ADDRESS names it."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    sooner = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}  # a machine's end is noticed
+    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "_system_config": sooner}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    monkeypatch.setenv("RAY_ADDRESS", made.address)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_a_machine_that_leaves_for_good_ends_its_worker_and_not_the_run(world, alone, cluster, tmp_path, monkeypatch):
+    from eagle3dvc.engines import ray as module
+
+    leaving = cluster.add_node(num_cpus=1, num_gpus=0)
+    cluster.wait_for_nodes()
+    engine = module.RayEngine(*world[:2], IDS)
+    engine.prove(load_head("verifier"))
+    monkeypatch.setattr(module, "PLACEMENT_TIMEOUT", 2.0)
+    gone = next(seat for seat in engine.seats if seat.node == leaving.node_id)
+    stayed = next(seat for seat in engine.seats if seat is not gone)
+    assert stayed.node != gone.node
+    stream = engine.extract(into(tmp_path / "two", world[2]))
+    finished = [next(stream)]
+    cluster.remove_node(leaving, allow_graceful=False)
+    finished += list(stream)
+    assert sorted(f.path.name for f in finished) == sorted(alone[0])
+    assert hashes(tmp_path / "two") == alone[0]
+    assert engine._working() == [stayed] and engine.stats()["workers_lost"] == 1
+    engine.prove(load_head("verifier"))
+    assert engine.generate(PROMPTS, **SETTINGS) == alone[1]
+    list(engine.extract(into(tmp_path / "two", world[2][:2])))
+
+    # other workers of that machine: neither another loss in a row, nor waited for once more
+    deadline = time.monotonic() + 60
+    while leaving.node_id in module._machines():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    monkeypatch.setattr(module, "PLACEMENT_TIMEOUT", 100.0)
+    started = time.monotonic()
+    before, gone.actor = engine._in_a_row, stayed.actor
+    monkeypatch.setattr(module.ray, "kill", lambda actor: None)
+    engine._replace(gone, RuntimeError("its machine went away"))
+    assert engine._working() == [stayed] and engine._in_a_row == before
+    assert time.monotonic() - started < 50
+
+    monkeypatch.setattr(module, "PLACEMENT_TIMEOUT", 0.5)
+    monkeypatch.setattr(module, "_places", lambda *_: 0)
+    with pytest.raises(UserError, match=r"no machine of the Ray cluster had 1 CPU free for another; finished shards are kept"):
+        engine._replace(stayed, RuntimeError("gone too"))
+    assert engine._working() == []
+    engine.close()
+
+
+def test_workers_are_counted_by_machine(world, cluster, monkeypatch):
+    """6 and 2 GPUs are 8, and no two workers of 4."""
+    from eagle3dvc.engines import ray as module
+
+    for gpus in (6, 2):
+        cluster.add_node(num_cpus=2, num_gpus=gpus)
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, logging_level="error")
+    params = world[0]
+    wide = params.model_copy(update={"extract": params.extract.model_copy(update={"tensor_parallel_size": 4})})
+    with pytest.raises(UserError, match=r"have 6, 2, room for 1: lower one of them"):
+        module._share(wide, 2)
+    assert module._share(wide, 1) == {"num_gpus": 4, "num_cpus": 1}
+    monkeypatch.setattr(module, "PLACEMENT_TIMEOUT", 0.5)
+    with pytest.raises(
+        UserError, match=r"needs 4 GPUs and 1 CPU on one machine for each, the Ray cluster has these free for 1"
+    ):
+        module._wait_for_room({"num_gpus": 4, "num_cpus": 1}, 2)
+    module._wait_for_room({"num_gpus": 2, "num_cpus": 1}, 3)
+
+
+def test_processors_are_shared_by_machine(world, monkeypatch):
+    from eagle3dvc.engines import ray as module
+
+    monkeypatch.setattr(module, "_machines", lambda: {"a": {"CPU": 6.0}, "b": {"CPU": 2.0}, "driver": {}})
+    assert module._share(world[0], 2) == {"num_cpus": 3}, "4 for each would leave one waiting for ever"
+    assert module._share(world[0], 4) == {"num_cpus": 2}
+
+
 def test_a_full_cluster_is_said_and_not_waited_for_for_ever(world, pair, monkeypatch):
     from eagle3dvc.engines import ray as module
 
@@ -179,6 +304,22 @@ def test_a_killed_worker_loses_nothing(world, pair, alone, tmp_path):
     assert hashes(tmp_path / "two") == alone[0]
     assert pair.stats()["workers_lost"] >= 1
     assert pair.seats[0].pid != killed
+
+
+def test_a_shard_taken_by_a_worker_already_given_up_is_not_forgotten(world, pair, alone, tmp_path, monkeypatch):
+    """Its call reaches the line after its shards were put back."""
+    feed, taken = pair._feed, []
+
+    def feed_and_take(source, count):
+        waiting = feed(source, count)
+        if not taken:
+            taken.append(ray.get(pair.line.take.remote(0)).key)
+        return waiting
+
+    monkeypatch.setattr(pair, "_feed", feed_and_take)
+    finished = list(pair.extract(into(tmp_path / "two", world[2])))
+    assert len(finished) == 12 and taken
+    assert hashes(tmp_path / "two") == alone[0]
 
 
 def test_shards_travel_where_no_file_system_is_shared(world, pair, alone, tmp_path):

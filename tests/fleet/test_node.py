@@ -112,8 +112,16 @@ def test_one_stage_only(clone):
 
 
 def test_unknown_stage(clone):
-    with pytest.raises(UserError, match="no stage 'trian'"):
-        node.prepare("trian", say=lambda _: None)
+    said = []
+    with pytest.raises(UserError, match="no stage 'trian' in dvc.yaml; there are .*train"):
+        node.prepare("trian", say=said.append)
+    assert said == [], "a slip of the pen is said before doctor looks at everything"
+
+
+def test_a_pipeline_that_cannot_be_read_is_said_with_a_stage_too(clone):
+    Path("dvc.yaml").write_text("stages: [")
+    with pytest.raises(UserError):
+        node.prepare("train", say=lambda _: None)
 
 
 def test_a_doctor_failure_stops_it_before_anything_is_pulled(clone):

@@ -175,3 +175,22 @@ def test_slurm_job_whose_time_is_up_saves_and_queues_again(cluster):
             os.killpg(job.pid, signal.SIGKILL)
     assert (cluster / "saved").exists() and not (cluster / "out").exists()
     assert (cluster / "calls").read_text().splitlines() == ["eagle3dvc node", "scontrol requeue 7"]
+
+
+def test_slurm_job_whose_time_is_up_before_the_stages_queues_again(cluster):
+    stage(cluster, 0)
+    (cluster / ".venv/bin/eagle3dvc").write_text('#!/usr/bin/env bash\necho "eagle3dvc $*" >> calls\nsleep 100; touch slept\n')
+    job = start(cluster)
+    try:
+        deadline = time.monotonic() + 60
+        while not (cluster / "calls").exists():
+            assert time.monotonic() < deadline and job.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(30) == 0
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert (cluster / "calls").read_text().splitlines() == ["eagle3dvc node", "scontrol requeue 7"]
+    assert not (cluster / "started").exists() and not (cluster / "slept").exists()
