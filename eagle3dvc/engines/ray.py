@@ -505,7 +505,8 @@ def _start(workers: int) -> None:
         common |= {"num_cpus": max(cpus, workers), "object_store_memory": 512 << 20}
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=True, logging_level="error", **common)
+        # "local": without it Ray joins whatever cluster someone left running here
+        ray.init(address=address or "local", log_to_driver=True, logging_level="error", **common)
     except (ConnectionError, RuntimeError, ValueError, OSError) as e:
         where = f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray cannot be started here"
         raise UserError(f"{where} ({str(e).splitlines()[0]}): start it, or set extract.workers: 1, which needs no Ray") from e

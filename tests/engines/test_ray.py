@@ -410,7 +410,7 @@ def test_nothing_is_left_running_when_the_stage_is_killed(world, tmp_path):
     """SIGKILL the driver: Ray's processes and the workers end by themselves."""
     code = (
         "import os, ray; os.environ['RAY_USAGE_STATS_ENABLED'] = '0'\n"
-        "ray.init(include_dashboard=False, num_cpus=1, object_store_memory=100 << 20, logging_level='error')\n"
+        "ray.init(address='local', include_dashboard=False, num_cpus=1, object_store_memory=100 << 20, logging_level='error')\n"
         "@ray.remote\n"
         "def pid(): return os.getpid()\n"
         "print(ray.get(pid.remote()), flush=True); import time; time.sleep(100)"
@@ -423,3 +423,24 @@ def test_nothing_is_left_running_when_the_stage_is_killed(world, tmp_path):
     while Path(f"/proc/{worker}").exists() and "zombie" not in Path(f"/proc/{worker}/status").read_text():
         assert time.monotonic() < deadline, "the worker outlived its driver"
         time.sleep(0.2)
+
+
+def test_a_ray_that_happens_to_run_here_is_not_joined():
+    """Only RAY_ADDRESS names a cluster to join; Ray by itself would take any that runs on this machine."""
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    say = "print(ray.get_runtime_context().gcs_address, flush=True)"
+    begin = (
+        "import signal, sys, time; from ray.cluster_utils import Cluster\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit())\n"
+        "made = Cluster(initialize_head=True, head_node_args={'num_cpus': 1, 'object_store_memory': 100 << 20})\n"
+        "try:\n    print(made.address, flush=True); time.sleep(100)\nfinally:\n    made.shutdown()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", begin], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        theirs = other.stdout.readline().strip()
+        code = f"import ray; from eagle3dvc.engines import ray as engine; engine._start(1); {say}"
+        ours = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True).stdout
+        assert theirs and ours.strip() and ours.strip() != theirs
+    finally:
+        other.terminate()
+        other.wait()
