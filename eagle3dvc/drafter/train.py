@@ -44,8 +44,13 @@ FORMAT = 1
 CURVES = "metrics/train_curves"
 # On matrices this narrow a second thread waits more than it computes (demo drafter: 114 CPU seconds with one, 300 with two)
 SMALL = 512
-# torchrun, which ends with the stage that started it: else its processes would keep the GPUs
-TORCHRUN = "from eagle3dvc import stage; stage.die_with_parent(); from torch.distributed.run import main; main()"
+# torchrun, which ends with the stage that started it: else its processes would keep the GPUs. It tells them its pid, since one that
+# was still importing when torchrun was killed would take the process that adopted it for its parent.
+PARENT = "EAGLE3DVC_TORCHRUN"
+TORCHRUN = (
+    f"import os; os.environ['{PARENT}'] = str(os.getpid()); from eagle3dvc import stage; stage.die_with_parent(); "
+    "from torch.distributed.run import main; main()"
+)
 # parameters that change how a run is carried out, not what it gives: they do not name another run
 HOW = {"gpus", "num_workers", "checkpoint_every", "verify_checksums", "loggers", "fsdp", "gradient_checkpointing", "compile"}
 HOW |= {"attention"}
@@ -148,6 +153,8 @@ def main() -> None:
 def join(params: Params, paths: dict[str, str], log: dict[str, Any]) -> dict[str, Any]:
     """Take part in a run that torchrun started, without writing what a stage writes."""
     stage.die_with_parent()
+    if PARENT in os.environ and os.getppid() != int(os.environ[PARENT]):
+        raise UserError("the torchrun that started this process is gone: run `dvc repro` again")
     signal.signal(signal.SIGTERM, stage._on_signal)
     return build(params, log=log, **paths)
 

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from world import World, make, params
 
-from eagle3dvc.drafter import checkpoints
+from eagle3dvc.drafter import checkpoints, train
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS, EVERY, EVALUATE = 200, 10, 20
@@ -277,3 +277,15 @@ def test_two_processes_interrupted(world, tmp_path, fsdp):
         print(interrupt(start, work, number, step, rng, outputs(whole)))
         gone(work)
     interrupted_run(start, work, [], rng, outputs(whole))
+
+
+def test_a_process_whose_torchrun_is_gone_ends_at_once(tmp_path):
+    """It was still importing when torchrun was killed: nothing tells it but the pid it was given."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / "job.json").write_text(json.dumps({"params": params().model_dump(mode="json"), "paths": {}}))
+    environment = {**os.environ, train.PARENT: str(gone.pid), "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "eagle3dvc.drafter.train", str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "the torchrun that started this process is gone" in (tmp_path / "error.json").read_text()
