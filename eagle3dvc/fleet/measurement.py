@@ -75,7 +75,8 @@ class Range:
 
 ZERO = Range(0.0, 0.0)
 REPEAT = Range(0.85, 1.15)  # an estimate from few runs on a shared machine; short stages move by more (docs/plan.md)
-Figure = Annotated[Range, BeforeValidator(Range.of), PlainSerializer(lambda r: r.low if r.low == r.high else r.pair())]
+_WRITTEN = PlainSerializer(lambda r: r.low if r.low == r.high else r.pair())  # a number, or [low, high]
+Figure = Annotated[Range, BeforeValidator(Range.of), _WRITTEN]
 
 
 def _positive(r: Range) -> Range:
@@ -87,7 +88,7 @@ def _positive(r: Range) -> Range:
 PositiveFigure = Annotated[
     Range,
     BeforeValidator(lambda v: _positive(Range.of(v))),
-    PlainSerializer(lambda r: r.low if r.low == r.high else r.pair()),
+    _WRITTEN,
 ]
 
 
@@ -100,7 +101,7 @@ def _share(r: Range) -> Range:
 Share = Annotated[
     Range,
     BeforeValidator(lambda v: _share(Range.of(v))),
-    PlainSerializer(lambda r: r.low if r.low == r.high else r.pair()),
+    _WRITTEN,
 ]
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
