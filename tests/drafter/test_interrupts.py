@@ -214,16 +214,21 @@ def moments(rng: random.Random, each: int) -> list[tuple[int, int]]:
     return sorted(found) + [(STEPS, n) for n in EXITS]
 
 
+def compare_interrupted(world, folder, start, each):
+    """A run that nothing disturbs, then one with `each` interruptions by either signal: the same outputs."""
+    for name in ("undisturbed", "disturbed"):
+        (folder / name).mkdir()
+    whole = project(world, folder / "undisturbed")
+    assert start(whole).wait() == 0, (whole / "errors.txt").read_text()
+    rng = random.Random(chosen_seed())
+    work = project(world, folder / "disturbed")
+    interrupted_run(start, work, moments(rng, each), rng, outputs(whole))
+
+
 @pytest.mark.slow
 def test_three_kills_and_three_terminations(world, tmp_path):
     start = Forks()
-    for name in ("undisturbed", "disturbed"):
-        (tmp_path / name).mkdir()
-    whole = project(world, tmp_path / "undisturbed")
-    assert start(whole).wait() == 0, (whole / "errors.txt").read_text()
-    rng = random.Random(chosen_seed())
-    work = project(world, tmp_path / "disturbed")
-    interrupted_run(start, work, moments(rng, 3), rng, outputs(whole))
+    compare_interrupted(world, tmp_path, start, 3)
     start.process.stdin.close()
     assert start.process.wait(timeout=60) == 0
 
@@ -248,13 +253,7 @@ def test_dvc_terminated_with_its_stage(world, tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_twenty_kills_and_twenty_terminations(world, tmp_path):
-    for name in ("undisturbed", "disturbed"):
-        (tmp_path / name).mkdir()
-    whole = project(world, tmp_path / "undisturbed")
-    assert Started(whole).wait() == 0, (whole / "errors.txt").read_text()
-    rng = random.Random(chosen_seed())
-    work = project(world, tmp_path / "disturbed")
-    interrupted_run(Started, work, moments(rng, 20), rng, outputs(whole))
+    compare_interrupted(world, tmp_path, Started, 20)
 
 
 @pytest.mark.soak
