@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Every figure that needs a GPU, in about 20 minutes on a machine with two (30 with one): extraction and training side by side, a
+# GPU each, then what wants both. Each benchmark has a log and a JSON file in OUT; OUT/progress says what began and ended, when, how.
+#
+#   bench/gpu.sh OUT [VERIFIER PROMPTS.jsonl ...]
+#
+# VERIFIER is a folder in Hugging Face's layout for the serving figure (left out without it); it may arrive while the rest runs: it is
+# waited for until OUT/no-verifier exists. To outlive a connection: setsid nohup bench/gpu.sh OUT ... &
+set -uo pipefail
+out=${1:?usage: bench/gpu.sh OUT [VERIFIER PROMPTS.jsonl ...]}
+verifier=${2:-}
+shift; [ $# -gt 0 ] && shift
+prompts=("$@")
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+for p in "${!prompts[@]}"; do prompts[p]=$(realpath "${prompts[p]}"); done
+cd "$(dirname "$0")/.."
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+python=${PYTHON:-python}
+gpus=$(nvidia-smi -L | grep -c GPU)
+shm=/dev/shm
+begun=$SECONDS
+
+# one NAME SECONDS GPUS COMMAND...: its log, its limit, its place in OUT/progress
+one() {
+  local name=$1 limit=$2 devices=$3 rc at=$SECONDS
+  shift 3
+  echo "$((SECONDS - begun)) s: $name begins on GPU $devices" >>"$out/progress"
+  CUDA_VISIBLE_DEVICES=$devices timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1
+  rc=$?
+  echo "$((SECONDS - begun)) s: $name ended with $rc after $((SECONDS - at)) s" >>"$out/progress"
+  return $rc
+}
+
+extraction() {
+  one extract-llama-8b 540 "$1" "$python" bench/extract.py --shape llama-8b --samples 5120 --out $shm/a --json "$out/extract-llama-8b.json"
+  one walk 280 "$1" "$python" bench/walk.py
+  one extract-deepseek-v3 540 "$1" "$python" bench/extract.py --shape deepseek-v3 --samples 2048 --shard 50 --in-flight 12 --out $shm/b \
+    --json "$out/extract-deepseek-v3.json"
+}
+
+training() {
+  one train 560 "$1" "$python" bench/train.py --data $shm/train --json "$out/train.json"
+  one train-1 300 "$1" "$python" bench/train.py --data $shm/train --only ours --accumulate 8 --steps 14 --skip 6 --json "$out/train-1.json"
+}
+
+serving() {
+  [ -n "$verifier" ] || return 0
+  until [ -e "$verifier/config.json" ]; do
+    [ -e "$out/no-verifier" ] && return 0
+    sleep 1
+  done
+  one own-answers 540 "$1" "$python" bench/own_answers.py --verifier "$verifier" --prompts "${prompts[@]}" --samples 4000 --engine vllm \
+    --keep "$out/drafter" --json "$out/own-answers.json"
+  if [ -e "$out/drafter/config.json" ]; then
+    one serve 400 "$1" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts "${prompts[@]}" \
+      --draft-tokens 3 --batch-sizes 1 8 --json
+  fi
+}
+
+if [ "$gpus" -ge 2 ]; then
+  extraction 0 &
+  (training 1; serving 1) &
+  wait
+  one train-2 300 0,1 "$python" bench/train.py --data $shm/train --only ours --gpus 2 --accumulate 8 --steps 14 --skip 6 --json "$out/train-2.json"
+  one states-tp 400 0,1 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
+else
+  extraction 0; training 0; serving 0
+  one states 300 0 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
+fi
+echo "$((SECONDS - begun)) s: done" >>"$out/progress"
