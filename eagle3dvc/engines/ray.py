@@ -77,6 +77,10 @@ class Line:
         self.taken.get(worker, {}).pop(key, None)
         return len(self.waiting)
 
+    def held(self, worker: int) -> list[str]:
+        """Keys of what a worker has taken and not finished."""
+        return list(self.taken.get(worker, {}))
+
     def lost(self, worker: int) -> int:
         """Put what a lost worker had taken back to the front; returns how many requests wait."""
         self.waiting.extendleft(reversed(self.taken.pop(worker, {}).values()))
@@ -276,6 +280,9 @@ class RayEngine:
         if seat.node not in self._counted or seat.node in _machines():  # workers that went with one machine are one loss
             self._in_a_row += 1
         self._counted.add(seat.node)
+        for key in ray.get(self.line.held.remote(seat.number)):  # half-written files, where its machine's are seen here
+            path = self.paths[key]
+            path.with_name(f"{path.name}.{seat.pid}.tmp").unlink(missing_ok=True)
         waiting = ray.get(self.line.lost.remote(seat.number))
         reason = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
         if self._in_a_row >= MOST_LOST:

@@ -294,15 +294,24 @@ def test_requests_are_taken_as_they_are_needed(world, pair, tmp_path):
     assert len(list(stream)) == 11
 
 
-def test_a_killed_worker_loses_nothing(world, pair, alone, tmp_path):
+def test_a_killed_worker_loses_nothing(world, pair, alone, tmp_path, monkeypatch):
+    lose, planted = pair._lose, []
+
+    def plant_and_lose(seat, why):
+        for key in ray.get(pair.line.held.remote(seat.number)):  # what it wrote when it was killed
+            planted.append(tmp_path / "two" / f"{key}.safetensors.{seat.pid}.tmp")
+            planted[-1].write_bytes(b"half")
+        return lose(seat, why)
+
+    monkeypatch.setattr(pair, "_lose", plant_and_lose)
     stream = pair.extract(into(tmp_path / "two", world[2]))
     finished = [next(stream)]
     killed = pair.seats[0].pid
     os.kill(killed, signal.SIGKILL)
     finished += list(stream)
     assert sorted(f.path.name for f in finished) == sorted(alone[0])
-    assert hashes(tmp_path / "two") == alone[0]
-    assert pair.stats()["workers_lost"] >= 1
+    assert hashes(tmp_path / "two") == alone[0], "every shard, and nothing half-written"
+    assert planted and pair.stats()["workers_lost"] >= 1
     assert pair.seats[0].pid != killed
 
 

@@ -179,7 +179,9 @@ def test_slurm_job_whose_time_is_up_saves_and_queues_again(cluster):
 
 def test_slurm_job_whose_time_is_up_before_the_stages_queues_again(cluster):
     stage(cluster, 0)
-    (cluster / ".venv/bin/eagle3dvc").write_text('#!/usr/bin/env bash\necho "eagle3dvc $*" >> calls\nsleep 100 && touch slept\n')
+    (cluster / ".venv/bin/eagle3dvc").write_text(
+        '#!/usr/bin/env bash\necho "eagle3dvc $*" >> calls\nsleep 100 && touch slept\n'
+    )
     job = start(cluster)
     try:
         deadline = time.monotonic() + 60
