@@ -15,11 +15,14 @@ repro: setup ## run what changed of the pipeline and print the evaluation
 	@dvc status -q || { echo "error: dvc status does not agree with the repro that just ended: run 'dvc status'" >&2; exit 1; }
 	@eagle3dvc report
 
-test: setup ## run the tests (about 15 minutes on two cores)
-	python -m pytest -m "not gpu and not soak"
+# files of tests run side by side: a test is mostly one process that starts after another
+JOBS ?= 3
+
+test: setup ## run the tests (JOBS=3 files at a time)
+	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not soak"
 
 test-all: setup ## run the tests and the long fault-injection runs
-	python -m pytest -m "not gpu"
+	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu"
 
 lint: setup ## ruff check and format --check
 	ruff check .

@@ -1,8 +1,20 @@
 """Random verifiers shared by all tests of a session, one folder each; see tests/tiny.py. Tests must not write into them."""
 
+from pathlib import Path
+
 import pytest
 
 from tests import tiny
+
+#: files that take minutes, the longest first: where files run side by side, none of them begins last
+LONG = """pipeline/test_growth pipeline/test_faults pipeline/test_remotes engines/test_ray drafter/test_evaluate_vllm drafter/test_train
+engines/test_vllm pipeline/test_node drafter/test_interrupts test_verifier""".split()
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    rank = {here / f"{name}.py": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path, len(LONG)))
 
 
 def _verifier(name: str, **settings):

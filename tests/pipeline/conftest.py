@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from ruamel.yaml import YAML
 
 REPO = Path(__file__).resolve().parents[2]
@@ -150,11 +151,17 @@ def new_project(folder: Path) -> Project:
 
 @pytest.fixture(scope="session")
 def finished_project(tmp_path_factory) -> Project:
-    """The whole pipeline run once; tests work on copies of it."""
-    project = new_project(tmp_path_factory.mktemp("base") / "project")
-    project.dvc("repro")
-    project.commit("first run")
-    return project
+    """The whole pipeline run once, whichever of pytest's processes comes first; tests work on copies of it."""
+    base = tmp_path_factory.getbasetemp()
+    base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "finished"
+    with FileLock(f"{base}.lock"):
+        if not (base / "done").exists():
+            shutil.rmtree(base, ignore_errors=True)
+            project = new_project(base / "project")
+            project.dvc("repro")
+            project.commit("first run")
+            (base / "done").touch()
+    return Project(base / "project")
 
 
 @pytest.fixture

@@ -5,16 +5,14 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.pipeline.conftest import Project
-from tests.pipeline.test_growth import extract, reuse
+from tests.pipeline.test_growth import reuse
 
 GROWN = {"max_samples": 80, "train__max_steps": 12, "train__checkpoint_every": 2}
 
@@ -169,87 +167,3 @@ def test_full_disk(project, tmp_path):
     assert kept and ".tmp" not in first.split("FIRST")[1]
     assert f'"shards_reused": {len(kept)}' in second and f'"shards_computed": {40 - len(kept)}' in second
     assert "40 shards, 400 samples" in second and "0 bad" in second
-
-
-@pytest.fixture
-def s3(project, tmp_path):
-    """A real S3 server on loopback; the project's default remote is a bucket on it."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    server = subprocess.Popen(
-        [str(Path(sys.executable).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        import boto3
-
-        url = f"http://127.0.0.1:{port}"
-        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-        client = boto3.client(
-            "s3", endpoint_url=url, aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"
-        )
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                client.create_bucket(Bucket="bucket")
-                break
-            except Exception:
-                assert time.monotonic() < deadline and server.poll() is None
-                time.sleep(0.2)
-        project.env |= keys
-        project.dvc("remote", "add", "-f", "-d", "s3", "s3://bucket/eagle3dvc")
-        project.dvc("remote", "modify", "s3", "endpointurl", url)
-        project.dvc("remote", "modify", "s3", "verify", "true")
-        project.dvc("remote", "modify", "s3", "jobs", "4")
-        project.commit("s3")
-        yield client
-    finally:
-        server.kill()
-        server.wait()
-
-
-def keys_of(client) -> set[str]:
-    pages = client.get_paginator("list_objects_v2").paginate(Bucket="bucket")
-    return {o["Key"] for page in pages for o in page.get("Contents", [])}
-
-
-def test_s3_moves_only_new_bytes_and_continues(project, s3, tmp_path):
-    project.dvc("push", "extract")
-    first = keys_of(s3)
-    project.set(max_samples=60, extract__push_while_extracting=True)
-    project.dvc("repro", "extract")
-    streamed = keys_of(s3) - first
-    assert (
-        len([k for k in streamed if "/files/md5/" in k]) == 2 and len([k for k in streamed if "/eagle3dvc-shards/" in k]) == 2
-    )
-    project.commit("60")
-    assert "1 file pushed" in project.dvc("push", "extract").stdout  # the list; every shard is there
-    assert "up to date" in project.dvc("push", "extract").stdout
-
-    # a clone that lost its connection after some objects: the next run fetches the rest and computes nothing
-    clone = project.clone(tmp_path / "clone" / "project")
-    gone = sorted(k for k in keys_of(s3) if "/files/md5/" in k and not k.endswith(".dir"))[:1]
-    kept = {k: s3.get_object(Bucket="bucket", Key=k)["Body"].read() for k in gone}
-    for k in gone:
-        s3.delete_object(Bucket="bucket", Key=k)
-    clone.dvc("pull", "extract", check=False)
-    for k, body in kept.items():
-        s3.put_object(Bucket="bucket", Key=k, Body=body)
-    assert extract(clone)[1] == 0
-    assert clone.shards() == project.shards()
-
-
-def test_a_damaged_remote_object_is_not_taken(project, s3, tmp_path):
-    project.dvc("push", "extract", "prepare", "verifier")
-    shards = project.shards()
-    md5 = shards[sorted(shards)[0]]
-    key = f"eagle3dvc/files/md5/{md5[:2]}/{md5[2:]}"
-    body = bytearray(s3.get_object(Bucket="bucket", Key=key)["Body"].read())
-    body[-1] ^= 1
-    s3.put_object(Bucket="bucket", Key=key, Body=bytes(body))
-    clone = project.clone(tmp_path / "clone" / "project")
-    clone.set(max_samples=50)
-    assert extract(clone) == (3, 2)
-    assert shards.items() <= clone.shards().items()

@@ -1,7 +1,6 @@
 """The cache grows: only new shards are ever computed, wherever the old ones are."""
 
 import json
-import shutil
 import sys
 
 import pytest
@@ -148,62 +147,6 @@ def test_experiments_and_branches_share_shards(project):
     project.git("checkout", "-q", "-b", "other")
     project.set(max_samples=80)
     assert extract(project)[1] == 0
-
-
-def use_remote(project: Project, folder) -> None:
-    project.dvc("remote", "modify", "local", "url", str(folder))
-    project.commit("remote")
-
-
-def test_fresh_clone_with_and_without_pull(project, tmp_path):
-    use_remote(project, tmp_path / "remote")
-    project.set(max_samples=60)
-    project.dvc("repro", "extract")
-    project.commit("60")
-    project.dvc("push")
-    before = project.shards()
-
-    pulled = project.clone(tmp_path / "a" / "pulled")
-    pulled.dvc("pull", "extract", "prepare", "verifier")
-    assert pulled.shards() == before
-    assert extract(pulled) == (0, 0)
-
-    bare = project.clone(tmp_path / "b" / "bare")
-    bare.set(max_samples=70)
-    assert extract(bare) == (6, 1)
-    assert bare.log("extract")["reused_from"] == {"remote": 6}
-    assert before.items() <= bare.shards().items()
-
-
-def test_a_remote_out_of_reach_is_not_a_reason_to_recompute_everything(project, tmp_path):
-    use_remote(project, tmp_path / "remote")
-    project.dvc("push")
-    clone = project.clone(tmp_path / "c" / "clone")
-    clone.dvc("pull", "prepare", "verifier")
-    shutil.rmtree(tmp_path / "remote")
-    clone.dvc("remote", "modify", "--local", "local", "url", str(tmp_path / "nowhere" / "remote"))
-    clone.set(max_samples=50)
-    r = clone.dvc("repro", "extract", check=False)
-    assert r.returncode != 0 and "allow_recompute" in r.stderr + r.stdout
-    clone.set(extract__allow_recompute=True)
-    assert extract(clone) == (0, 5)
-    assert project.shards().items() <= clone.shards().items()
-
-
-def test_streaming_push_lets_a_replacement_machine_continue(project, tmp_path):
-    """The first machine never commits; a clone of the repository finds what it had streamed."""
-    use_remote(project, tmp_path / "remote")
-    project.set(max_samples=70, extract__push_while_extracting=True)
-    project.dvc("repro", "extract")
-    assert project.log("extract")["shards_pushed"] == 3 and project.log("extract")["push_failures"] == 0
-    after = project.shards()
-    clone = project.clone(tmp_path / "d" / "clone")  # of the commit before the run; old shards were never pushed
-    clone.set(max_samples=70)
-    assert extract(clone) == (3, 4)
-    assert clone.shards() == after
-    project.commit("70")
-    pushed = project.dvc("push", "extract").stdout
-    assert "5 files pushed" in pushed  # 4 old shards and the list; the 3 streamed ones are found there
 
 
 def test_dvc_takes_the_md5_computed_while_writing(project):

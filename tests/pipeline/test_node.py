@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.pipeline.test_faults import keys_of, s3  # noqa: F401  the fixture
+from tests.pipeline.test_remotes import keys_of, s3  # noqa: F401  the fixture
 
 pytestmark = pytest.mark.slow
 
