@@ -16,9 +16,9 @@ repro: setup ## run what changed of the pipeline and print the evaluation
 	@eagle3dvc report
 
 # files of tests run side by side: a test is mostly one process that starts after another
-JOBS ?= 3
+JOBS ?= 2
 
-test: setup ## run the tests (JOBS=3 files at a time)
+test: setup ## run the tests (JOBS=2 files at a time)
 	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not soak"
 
 test-all: setup ## run the tests and the long fault-injection runs

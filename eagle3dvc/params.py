@@ -164,7 +164,7 @@ class Train(Block):
     sliding_window: Positive | None = None
     train_lm_head: bool = True
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-3
+    learning_rate: Annotated[float, Field(gt=0)] = 4e-3
     muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     scheduler: Literal["linear", "cosine", "none"] = "cosine"
@@ -173,7 +173,7 @@ class Train(Block):
     gradient_accumulation_steps: Positive = 1
     epochs: Positive = 3
     max_steps: Positive | None = None
-    tokens_per_batch: Annotated[int, Field(ge=2)] = 1024
+    tokens_per_batch: Annotated[int, Field(ge=2)] = 512
     precision: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
     compile: bool = True

@@ -7,6 +7,7 @@
 | block ids of a request | new ids per step only: the connector keeps the list | the same, also `kv_connector_block_state` |
 | V2 model runner | refuses extract_hidden_states | runs it, and is the default on GPUs |
 | resumed requests (V2) | - | come back as new requests |
+| MLA on a CPU | none (from 0.28 on) | CPU_MLA takes float32 |
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def cpu_args(model_type: str, dtype: str, max_model_len: int, batched: int) -> d
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     args: dict[str, Any] = {"kv_cache_memory_bytes": min(4 << 30, memory // 16)}
     if model_type.startswith(("deepseek", "kimi")):
-        if dtype == "float32":
+        if dtype == "float32" and (minor(installed()) or OLDEST) >= (0, 28):
             args["attention_backend"] = "CPU_MLA"  # the one vLLM prefers takes half precision only
         args["max_num_batched_tokens"] = max(batched, max_model_len)  # no chunked prefill with MLA on CPU
     return args
