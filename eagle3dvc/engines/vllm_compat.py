@@ -7,7 +7,7 @@
 | block ids of a request | new ids per step only: the connector keeps the list | the same, also `kv_connector_block_state` |
 | V2 model runner | refuses extract_hidden_states | runs it, and is the default on GPUs |
 | resumed requests (V2) | - | come back as new requests |
-| MLA on a CPU | none (from 0.28 on) | CPU_MLA takes float32 |
+| MLA on a CPU | none (from 0.29 on; 0.28's fails to import) | CPU_MLA takes float32 |
 """
 
 from __future__ import annotations
