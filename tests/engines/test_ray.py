@@ -294,16 +294,7 @@ def test_requests_are_taken_as_they_are_needed(world, pair, tmp_path):
     assert len(list(stream)) == 11
 
 
-def test_a_killed_worker_loses_nothing(world, pair, alone, tmp_path, monkeypatch):
-    lose, planted = pair._lose, []
-
-    def plant_and_lose(seat, why):
-        for key in ray.get(pair.line.held.remote(seat.number)):  # what it wrote when it was killed
-            planted.append(tmp_path / "two" / f"{key}.safetensors.{seat.pid}.tmp")
-            planted[-1].write_bytes(b"half")
-        return lose(seat, why)
-
-    monkeypatch.setattr(pair, "_lose", plant_and_lose)
+def test_a_killed_worker_loses_nothing(world, pair, alone, tmp_path):
     stream = pair.extract(into(tmp_path / "two", world[2]))
     finished = [next(stream)]
     killed = pair.seats[0].pid
@@ -311,8 +302,19 @@ def test_a_killed_worker_loses_nothing(world, pair, alone, tmp_path, monkeypatch
     finished += list(stream)
     assert sorted(f.path.name for f in finished) == sorted(alone[0])
     assert hashes(tmp_path / "two") == alone[0], "every shard, and nothing half-written"
-    assert planted and pair.stats()["workers_lost"] >= 1
+    assert pair.stats()["workers_lost"] >= 1
     assert pair.seats[0].pid != killed
+
+
+def test_what_a_lost_worker_left_half_written_is_removed(world, pair, tmp_path):
+    (request, *_), seat = into(tmp_path / "two", world[2]), pair.seats[0]
+    ray.get([pair.line.clear.remote(), pair.line.feed.remote([request], True), pair.line.take.remote(seat.number)])
+    pair.paths[request.key] = request.path
+    half, other = (request.path.with_name(f"{request.path.name}.{pid}.tmp") for pid in (seat.pid, seat.pid + 1))
+    half.touch()
+    other.touch()
+    assert pair._replace(seat, RuntimeError("killed")) == 1, "the shard waits for another worker"
+    assert not half.exists() and other.exists()
 
 
 def test_a_shard_taken_by_a_worker_already_given_up_is_not_forgotten(world, pair, alone, tmp_path, monkeypatch):
