@@ -8,7 +8,7 @@
 # waited for until OUT/no-verifier exists. To outlive a connection: setsid nohup bench/gpu.sh OUT ... &
 set -uo pipefail
 out=${1:?usage: bench/gpu.sh OUT [VERIFIER PROMPTS.jsonl ...]}
-verifier=${2:-}
+verifier=${2:+$(realpath -m "$2")}  # it may not be there yet
 shift; [ $# -gt 0 ] && shift
 prompts=("$@")
 mkdir -p "$out"
