@@ -24,6 +24,7 @@ import json
 import os
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,23 +203,30 @@ def fsync_dir(path: Path) -> None:
 class DurableFile:
     """A file that appears under its name only when it is whole and on the disk; the md5 is taken on the way.
 
-    Written through `<name>.<pid>.tmp` beside it; `abort` removes that.
+    Written through `<name>.<pid>.tmp` beside it; `abort` removes that. A thread of its own hashes each piece while it is written: an
+    md5 cannot be divided, so nothing else may stand in its way (0.6 GB/s, what one file can do).
     """
 
     def __init__(self, path: Path):
         self.path, self._tmp = path, path.with_name(f"{path.name}.{os.getpid()}.tmp")
         self._md5 = hashlib.md5(usedforsecurity=False)
         self._file = open(self._tmp, "wb", buffering=0)  # noqa: SIM115 - closed by commit and abort
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="md5")
 
     def write(self, data: memoryview) -> None:
-        for start in range(0, len(data), _CHUNK):
-            chunk = data[start : start + _CHUNK]
-            self._md5.update(chunk)
-            while chunk:
-                chunk = chunk[self._file.write(chunk) :]
+        """Append `data`; it may change as soon as this returns."""
+        hashed = [self._hashing.submit(self._md5.update, data[start : start + _CHUNK]) for start in range(0, len(data), _CHUNK)]
+        try:
+            for start in range(0, len(data), _CHUNK):
+                chunk = data[start : start + _CHUNK]
+                while chunk:
+                    chunk = chunk[self._file.write(chunk) :]
+        finally:
+            wait(hashed)
 
     def commit(self) -> str:
         """fsync, rename, fsync of the folder; returns the md5 of all that was written."""
+        self._hashing.shutdown()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._tmp, self.path)
@@ -226,6 +234,7 @@ class DurableFile:
         return self._md5.hexdigest()
 
     def abort(self) -> None:
+        self._hashing.shutdown()
         self._file.close()
         self._tmp.unlink(missing_ok=True)
 
