@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from eagle3dvc.drafter import guards
 from eagle3dvc.drafter.data import BLOCK, assemble, model_inputs, pack
 from eagle3dvc.errors import UserError
 
@@ -161,7 +162,8 @@ def _packed(window: list[Any], capacity: int) -> Iterable[list[Any]]:
 
 def walk(drafter: Any, head: Any, samples: Iterable[Any], draft_tokens: int, on_policy: bool, **options: Any) -> Acceptance:
     """:func:`count`, which see for the arguments; raises UserError where no sample has an answer of at least two tokens."""
-    return checked(count(drafter, head, samples, draft_tokens, on_policy, **options))
+    with guards.uncompiled():
+        return checked(count(drafter, head, samples, draft_tokens, on_policy, **options))
 
 
 def checked(found: Acceptance) -> Acceptance:

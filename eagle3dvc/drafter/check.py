@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3dvc.drafter import layouts
+from eagle3dvc.drafter import guards, layouts
 from eagle3dvc.drafter.layouts import Drafter
 from eagle3dvc.errors import UserError
 
@@ -87,7 +87,7 @@ def trained_logits(model, w: Window) -> list[torch.Tensor]:
     states = w.states.flatten(1)
     states = torch.cat([states, states[-1:].expand(extra, -1)]) if extra else states
     try:
-        with torch.no_grad():
+        with torch.no_grad(), guards.uncompiled():
             model(
                 hidden_states=states[None].to(model.fc.weight.dtype),
                 input_ids=w.tokens[None],

@@ -105,6 +105,13 @@ HOLES = (
         "TrainConfig refuses a draft_vocab_size without frequencies",
     ),
     Hole(
+        "compiled everywhere",
+        "Eagle3DraftModel.forward is compiled wherever there is a GPU, for tensors on the CPU too, where torch 2.11 writes C++ that "
+        "does not build; samples of many lengths are compiled again and again",
+        "guards.uncompiled around the export's self-check and the walks of evaluate",
+        "conditional_torch_compile looks at the tensors' device",
+    ),
+    Hole(
         "sliding window",
         "draft layers have a 2048-token window unless full_attention_indices names them",
         "model.layer_config sets layer_types",
@@ -169,6 +176,15 @@ def process_group() -> Iterator[tuple[int, int]]:
     finally:
         library._local_rank, library._rank, library._world_size, library._is_distributed = 0, 0, 1, False
         dist.destroy_process_group()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Library code inside runs as it is written, whatever it decorated with torch.compile."""
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def loss_implementation(device: Any, compiled: bool) -> str:

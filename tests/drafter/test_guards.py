@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from world import AUX, HIDDEN, LAYERS, VOCAB, make_verifier, params
 
-from eagle3dvc.drafter import guards, model, trainer, vocab
+from eagle3dvc.drafter import check, guards, model, trainer, vocab
+from eagle3dvc.drafter.acceptance import walk
 from eagle3dvc.drafter.data import target_mask
 from eagle3dvc.errors import UserError
 from eagle3dvc.verifier import Head, load_head
@@ -356,6 +357,33 @@ def test_acceptance(drafter):
 )
 def test_loss_implementation(device, compiled, name):
     assert guards.loss_implementation(torch.device(device), compiled) == name
+
+
+def test_compiled_everywhere(drafter, monkeypatch):
+    """On a GPU machine the forward is compiled; tensors on its CPU then meet a code generator that may fail."""
+    from speculators.models.utils import conditional_torch_compile
+
+    def fails(graph, inputs):
+        raise RuntimeError("this C++ does not build")
+
+    forward = inspect.unwrap(type(drafter).forward)
+    with monkeypatch.context() as there_is_a_gpu:
+        there_is_a_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        compiled = conditional_torch_compile(forward, backend=fails)
+    monkeypatch.setattr(type(drafter), "forward", compiled)
+    window = check.Window(torch.randn(12, 3, HIDDEN), torch.arange(1, 12 + check.STEPS))
+    with pytest.raises(Exception, match="does not build"):
+        drafter(**batch(), ttt_steps=2)
+    logits = check.trained_logits(drafter, window)
+    assert [tuple(x.shape) for x in logits] == [(12, 64)] * check.STEPS
+    sample = SimpleNamespace(
+        hidden_states=torch.randn(12, 4, HIDDEN),
+        token_ids=torch.arange(12),
+        loss_mask=torch.ones(12, dtype=torch.bool),
+        source="a",
+    )
+    head = Head(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.ones(HIDDEN), 1e-5)
+    assert walk(drafter.eval(), head, [sample], 3, True).drafts > 0
 
 
 def test_gradient_checkpointing(drafter):
