@@ -31,7 +31,8 @@ class Engine(Protocol):
         """
 
     def extract(self, requests: Iterable[ShardRequest]) -> Iterator[FinishedShard]:
-        """Compute and write shards; each is yielded when its file is durable. `requests` is consumed lazily."""
+        """Compute and write shards; each is yielded when its file is durable. `requests` is consumed lazily; where it has a length,
+        an engine may use it to end well."""
 
     def generate(
         self,

@@ -12,18 +12,21 @@ class Interleave:
 
     A shard is hashed and written by one thread, at about 0.5 GB/s, while a fast verifier makes several GB/s of states. So several
     shards fill at once, each as slowly as a thread can follow, and they end one after the other, so that buffers come free evenly.
-    The last ones end together (`last`): no thread is left alone with what the others have finished.
+    The last ones end together: no thread is left alone with what the others have finished. So the last `early` shards begin at
+    once, when no others follow (`due`), and what is left of all open ones is then fed evenly (`last`).
     """
 
-    def __init__(self, ways: int):
-        self.ways = ways
+    def __init__(self, ways: int, early: int = 0):
+        self.ways, self.early = ways, early
         self._heap: list[tuple[float, int, int, float, ShardRequest]] = []  # when, number of the shard, next row, step, shard
         self._opened = 0
         self._now = self._next_start = 0.0
 
-    @property
-    def due(self) -> bool:
-        """Whether the next shard should be opened before another prompt is taken."""
+    def due(self, left: int | None = None) -> bool:
+        """Whether the next shard should be opened before another prompt is taken. left: how many are still to be opened, None
+        where that is not known."""
+        if left is not None and left <= self.early:
+            return True
         return not self._heap or self._heap[0][0] >= self._next_start
 
     def open(self, request: ShardRequest) -> None:

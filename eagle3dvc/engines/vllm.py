@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -295,7 +295,9 @@ class VllmEngine:
         self, requests: Iterable[ShardRequest], prompt_logprobs: int | None = None, outputs: list[Any] | None = None
     ) -> Iterator[FinishedShard]:
         source = iter(requests)
-        feed = Interleave(max(1, self.in_flight - 2))
+        left = len(requests) if isinstance(requests, Sized) else None  # to be opened
+        ways = max(1, self.in_flight - 2)
+        feed = Interleave(ways, self.in_flight - ways)
         opened: dict[str, ShardRequest] = {}
         waiting: dict[str, set[int]] = {}  # shard -> rows the engine has not finished
         held = _Held()
@@ -305,7 +307,8 @@ class VllmEngine:
         while True:
             try:
                 while held.tokens < 4 * self.args["max_num_batched_tokens"] and held.prompts < 4 * self.args["max_num_seqs"]:
-                    if request is not None and feed.due and self._room(opened):
+                    if request is not None and feed.due(left) and self._room(opened):
+                        left = left and left - 1
                         opened[request.key], waiting[request.key] = request, set(range(len(request.token_ids)))
                         self._open(request)
                         feed.open(request)
@@ -324,13 +327,15 @@ class VllmEngine:
                         outputs.append(out)
             except OutOfMemory as e:
                 self._smaller("while extracting", e)
-                feed, held = Interleave(feed.ways), _Held()
+                feed, held = Interleave(feed.ways, feed.early), _Held()
                 for again in opened.values():
                     waiting[again.key] = set(range(len(again.token_ids)))
                     self._open(again)
                     feed.open(again)
                 if request is not None and request.key in opened:  # the shard whose opening failed
                     request = next(source, None)
+                if request is None:
+                    feed.last()
                 continue
             whole = any(not rows for rows in waiting.values())
             if not busy or (whole and time.monotonic() - polled > 0.05) or time.monotonic() - polled > 2:

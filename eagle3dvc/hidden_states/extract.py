@@ -55,21 +55,35 @@ def plan(params: Params, info: VerifierInfo, ids: Sequence[int], prompts: str | 
     return planned
 
 
-def requests(
-    planned: Sequence[Planned], store: Store, params: Params, info: VerifierInfo, ids: Sequence[int], engine: engines.Engine
-) -> Iterator[ShardRequest]:
-    """One request for each planned shard; token ids are read when the engine takes the request."""
-    header = {
-        "identity": info.identity,
-        "layer_ids": list(ids),
-        "layer_convention": "vllm",
-        "stored_dtype": params.extract.stored_dtype,
-        "numerics": {k: v for k, v in engines.numerics(params).items() if v is not None},
-        "engine": engine.name,
-        "engine_version": engine.version,
-    }
-    for p in planned:
-        yield ShardRequest(p.key, read_token_ids(p.prompts), header, info.hidden_size, store.path(p.key))
+class Requests:
+    """One request for each planned shard, of known number; token ids are read when the engine takes the request."""
+
+    def __init__(
+        self,
+        planned: Sequence[Planned],
+        store: Store,
+        params: Params,
+        info: VerifierInfo,
+        ids: Sequence[int],
+        engine: engines.Engine,
+    ):
+        self.planned, self.store, self.hidden_size = planned, store, info.hidden_size
+        self.header = {
+            "identity": info.identity,
+            "layer_ids": list(ids),
+            "layer_convention": "vllm",
+            "stored_dtype": params.extract.stored_dtype,
+            "numerics": {k: v for k, v in engines.numerics(params).items() if v is not None},
+            "engine": engine.name,
+            "engine_version": engine.version,
+        }
+
+    def __len__(self) -> int:
+        return len(self.planned)
+
+    def __iter__(self) -> Iterator[ShardRequest]:
+        for p in self.planned:
+            yield ShardRequest(p.key, read_token_ids(p.prompts), self.header, self.hidden_size, self.store.path(p.key))
 
 
 def compute(
@@ -95,7 +109,7 @@ def compute(
         started, left = time.monotonic(), {p.key: p for p in missing}
         with ShardProgress("extract", len(missing), sum(p.tokens for p in missing)) as progress:
             engine.on_tokens = progress.tick
-            for done in engine.extract(requests(missing, store, params, info, ids, engine)):
+            for done in engine.extract(Requests(missing, store, params, info, ids, engine)):
                 asked = left.pop(done.key, None)
                 if asked is None or (asked.tokens, asked.samples) != (done.tokens, done.samples):
                     raise UserError(
