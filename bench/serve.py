@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -26,7 +27,8 @@ from eagle3dvc.prompts.shards import iter_samples
 def prompts_of(a: argparse.Namespace) -> list[evaluate.Prompt]:
     if not a.prompts:
         return evaluate.heldout_prompts(iter_samples("data/prompts", "heldout"), a.max_prompt)[: a.samples]
-    params = parse({"max_samples": 1, "evaluate": {"prompts": a.prompts, "watch": a.prompts[0]}})
+    files = [os.path.abspath(p) for p in a.prompts]
+    params = parse({"max_samples": 1, "evaluate": {"prompts": files, "watch": os.path.commonpath(files)}})
     found = evaluate.file_prompts(params, a.verifier, a.samples)
     return [p for p in found if len(p.token_ids) <= a.max_prompt]
 

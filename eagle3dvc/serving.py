@@ -83,7 +83,7 @@ def measure(spec: Spec, log: str | Path) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "spec.json", Path(folder) / "result.json"
         asked.write_text(json.dumps(asdict(spec)), encoding="utf-8")
-        env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **spec.env}
+        env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **spec.env}
         with open(log, "wb") as out:
             done = subprocess.run(
                 [sys.executable, "-m", "eagle3dvc.serving", str(asked), str(answered)], stdout=out, stderr=out, env=env

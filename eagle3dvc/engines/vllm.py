@@ -158,6 +158,8 @@ class VllmEngine:
         os.environ.update(params.extract.env)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: errors arrive as what they are
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # Sampling with a seed for each request is not FlashInfer's, yet it compiles its sampler at the first start (90 s on an H200).
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("DO_NOT_TRACK", "1")
         if not torch.cuda.is_available() and params.extract.tensor_parallel_size > 1:
