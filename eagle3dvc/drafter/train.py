@@ -340,6 +340,7 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
     )
     per_epoch = max(1, round(len(plan) / t.gradient_accumulation_steps))
     steps = t.max_steps or t.epochs * per_epoch
+    guards.no_waiting()
     compiled = device.type == "cuda" and t.compile
     if device.type == "cuda":  # the library compiles its forward wherever there is a GPU
         torch.compiler.set_stance("default" if compiled else "force_eager")

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from world import AUX, HIDDEN, LAYERS, VOCAB, make_verifier, params
 
 from eagle3dvc.drafter import check, guards, model, trainer, vocab
@@ -357,6 +358,49 @@ def test_acceptance(drafter):
 )
 def test_loss_implementation(device, compiled, name):
     assert guards.loss_implementation(torch.device(device), compiled) == name
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operators called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_accuracy(drafter, monkeypatch):
+    """A selection by mask has a size that the CPU must wait for; the same counts need none."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import metrics
+    from speculators.models.metrics import compute_accuracy_single_step
+
+    rng = torch.Generator().manual_seed(1)
+    for masked in (True, False):
+        for continued in (True, False):
+            pred, target = (torch.randint(0, 3, (1, 40), generator=rng) for _ in range(2))
+            mask = torch.randint(0, 2, (1, 40), generator=rng) if masked else None
+            left = [torch.randint(0, 2, (1, 40), generator=rng).bool()] * 2 if continued else [None, None]
+            left = [x if x is None else x.clone() for x in left]
+            library = compute_accuracy_single_step(pred, target, mask, left[0])
+            ours = guards.counted_accuracy(pred, target, mask, left[1])
+            assert [float(x) for x in ours] == [float(x) for x in library] and all(x.dtype == torch.float for x in ours)
+            assert not continued or torch.equal(*left)
+    inputs = batch() | {"loss_mask": torch.tensor([[0, 1] * 6])}
+    call = {"ttt_steps": 3, "loss_config": resolve_loss_config("kl_div", "eager")}
+    monkeypatch.setattr(metrics, "compute_accuracy_single_step", compute_accuracy_single_step)
+    found = {}
+    for kind in ("library", "ours"):
+        if kind == "ours":
+            guards.no_waiting()
+        with Calls() as calls:
+            found[kind] = drafter(**inputs, **call)
+        assert any("masked_select" in n for n in calls.names) == (kind == "library")
+    assert found["ours"][1] == found["library"][1]
+    assert {k: float(v) for k, v in found["ours"][2].items()} == {k: float(v) for k, v in found["library"][2].items()}
 
 
 def test_compiled_everywhere(drafter, monkeypatch):
