@@ -21,7 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import kernels  # noqa: E402
 
 MODES = ("prefill", "stock", "ours")
 SHAPES = {
@@ -171,6 +173,8 @@ def stock_or_plain(args, folder: Path, out: Path) -> dict:
                 "kv_connector_extra_config": {"shared_storage_path": str(out), "use_synchronization_lock": False},
             },
         }
+    if args.profile:
+        extra["worker_extension_cls"] = "extract.Tracing"
     llm = LLM(**common(args, folder), **extra)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
 
@@ -189,6 +193,11 @@ def stock_or_plain(args, folder: Path, out: Path) -> dict:
     token_ids = samples_of(args, 2, args.samples)
     seconds, finished = run(token_ids)
     found = {"samples": finished}
+    if args.profile:
+        part = samples_of(args, 3, args.profile)
+        llm.collective_rpc("trace_start")
+        run(part)
+        found["profile"] = llm.collective_rpc("trace_stop", args=(sum(map(len, part)) / args.batched,))[0]
     if args.mode == "stock":
         time.sleep(5)  # its threads may still write; the files of the last step never come in some set-ups
         found |= {"files": sum(f.suffix == ".safetensors" for f in out.iterdir())}
@@ -264,6 +273,11 @@ def ours(args, folder: Path, out: Path) -> dict:
             shard.check(i)
             checked += 1
     engine_stats = engine.stats()
+    if args.profile:
+        part = samples_of(args, 3, args.profile)
+        trace = kernels.Trace()
+        run(part, False)
+        engine_stats["profile"] = kernels.summary(trace.stop(), sum(map(len, part)) / args.batched)
     engine.close()
     return {
         "samples": sum(d.samples for d in done),
@@ -275,6 +289,16 @@ def ours(args, folder: Path, out: Path) -> dict:
         **engine_stats,
         **rates(seconds, sum(map(len, token_ids))),
     }
+
+
+class Tracing:
+    """vLLM mixes this into its worker class: what its GPU does, from another process."""
+
+    def trace_start(self) -> None:
+        self.trace = kernels.Trace()
+
+    def trace_stop(self, units: float) -> str:
+        return kernels.summary(self.trace.stop(), units)
 
 
 def rates(seconds: float, tokens: int) -> dict:
@@ -310,6 +334,9 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--stored", default=None, help="stored dtype; default the one computed in")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="then trace the GPU for N more samples: JSON and logs"
+    )
     parser.add_argument("--keep", action="store_true", help="keep every shard until all are checked")
     parser.add_argument("--out", default=None, help="where shards are written (a disk, /dev/shm); default a temporary folder")
     parser.add_argument("--modes", default=",".join(MODES))
@@ -338,7 +365,10 @@ def main() -> None:
                 results[mode] = {"failed": (lines or ["no message"])[-1].strip()[-300:]}
             else:
                 results[mode] = json.loads(result.read_text())
+            profile = results[mode].pop("profile", None)
             print(f"{mode}: {json.dumps(results[mode])}", flush=True)
+            if profile:
+                print(f"{mode}, ms for {args.batched} tokens: {profile}", flush=True)
 
     base = results.get("prefill", {}).get("tokens_per_second")
     print(f"\n| {args.shape}, tp {args.tp} | tokens/s | of plain prefill | GB/s | samples |\n|---|---|---|---|---|")

@@ -32,16 +32,28 @@ one() {
   return $rc
 }
 
-extraction() {
-  one extract-llama-8b 540 "$1" "$python" bench/extract.py --shape llama-8b --samples 5120 --out $shm/a --json "$out/extract-llama-8b.json"
-  one walk 280 "$1" "$python" bench/walk.py
+llama() {
+  one extract-llama-8b 540 "$1" "$python" bench/extract.py --shape llama-8b --samples 3840 --profile 480 --modes prefill,ours,stock \
+    --out $shm/a --json "$out/extract-llama-8b.json"
+}
+
+deepseek() {
   one extract-deepseek-v3 540 "$1" "$python" bench/extract.py --shape deepseek-v3 --samples 2048 --shard 50 --in-flight 12 --out $shm/b \
     --json "$out/extract-deepseek-v3.json"
 }
 
+walk() {
+  one walk 280 "$1" "$python" bench/walk.py
+}
+
 training() {
-  one train 560 "$1" "$python" bench/train.py --data $shm/train --json "$out/train.json"
-  one train-1 300 "$1" "$python" bench/train.py --data $shm/train --only ours --accumulate 8 --steps 14 --skip 6 --json "$out/train-1.json"
+  one train 560 "$1" "$python" bench/train.py --data $shm/train --profile 4 --json "$out/train.json"
+}
+
+# train-1, train-2: two GPUs against one at the same batch a step
+share() {
+  one "train-$1" 300 "$2" "$python" bench/train.py --data $shm/train --only ours --gpus "$1" --accumulate 8 --steps 14 --skip 6 \
+    --json "$out/train-$1.json"
 }
 
 serving() {
@@ -50,22 +62,30 @@ serving() {
     [ -e "$out/no-verifier" ] && return 0
     sleep 1
   done
-  one own-answers 540 "$1" "$python" bench/own_answers.py --verifier "$verifier" --prompts "${prompts[@]}" --samples 4000 --engine vllm \
-    --keep "$out/drafter" --json "$out/own-answers.json"
+  one questions 200 "$1" "$python" bench/questions.py --verifier "$verifier" --count 4000 --out "$out/questions.jsonl" \
+    --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024}'
+  one own-answers 540 "$1" "$python" bench/own_answers.py --verifier "$verifier" --prompts "${prompts[@]}" --engine vllm \
+    --questions "$out/questions.jsonl" --samples 2000 --steps 1500 --max-new-tokens 192 --set train.learning_rate=1e-3 \
+    --work $shm/own --keep "$out/drafter" --json "$out/own-answers.json"
   if [ -e "$out/drafter/config.json" ]; then
-    one serve 400 "$1" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts "${prompts[@]}" \
-      --draft-tokens 3 --batch-sizes 1 8 --json
+    one serve 400 "$1" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" \
+      --prompts $shm/own/prompts/heldout/*.jsonl --draft-tokens 3 --batch-sizes 1 8 --logs "$out" --json
   fi
 }
 
 if [ "$gpus" -ge 2 ]; then
-  extraction 0 &
-  (training 1; serving 1) &
+  (llama 0; walk 0; deepseek 0) &
+  (training 1; share 1 1; serving 1) &
   wait
-  one train-2 300 0,1 "$python" bench/train.py --data $shm/train --only ours --gpus 2 --accumulate 8 --steps 14 --skip 6 --json "$out/train-2.json"
+  share 2 0,1
   one states-tp 400 0,1 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
 else
-  extraction 0; training 0; serving 0
+  llama 0
+  training 0
+  walk 0 &  # its bound is minutes, so it may share the GPU with a training that nobody times
+  serving 0
+  wait
+  deepseek 0
   one states 300 0 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
 fi
 echo "$((SECONDS - begun)) s: done" >>"$out/progress"

@@ -101,7 +101,7 @@ def settings(a: argparse.Namespace, d: dict[str, Any], name: str, sources: list[
     else:
         extract |= {"max_num_seqs": 32, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
     return {
-        "max_samples": 1_000_000 if name == "heldout" else a.samples,
+        "max_samples": 1_000_000 if name == "heldout" or a.questions else a.samples,
         "prepare": {
             "sources": [{"path": str(p)} for p in sources],
             "watch": str(sources[0].parent),
@@ -203,16 +203,19 @@ def measure(a: argparse.Namespace, d: dict[str, Any], work: Path) -> dict[str, A
     files = a.prompts or [demo_questions(work / "prompts/demo.jsonl")]
     train, kept = questions(files, a.heldout)
     write_rows(work / "prompts/train/train.jsonl", training_rows(train, a.samples))
+    if a.questions:
+        shutil.copyfile(a.questions, work / "prompts/train/questions.jsonl")
     for name, rows in kept.items():
         write_rows(work / f"prompts/heldout/{name}.jsonl", rows)
-    sources = {name: [work / "prompts/train/train.jsonl"] for name in SIDES}
+    names = ["own"] if a.questions else list(SIDES)
+    sources = {name: sorted((work / "prompts/train").iterdir()) for name in names}
     sources["heldout"] = [work / f"prompts/heldout/{name}.jsonl" for name in kept]
-    sides = {name: Side(a, work / name, settings(a, d, name, sources[name])) for name in ("heldout", *SIDES)}
+    sides = {name: Side(a, work / name, settings(a, d, name, sources[name])) for name in ("heldout", *names)}
     judge = sides["heldout"]
     judge.run("verifier")
-    for name in SIDES:
+    for name in names:
         shutil.copytree(judge.folder / "data/verifier", sides[name].folder / "data/verifier")
-    jobs = [(judge, ("prepare", "extract")), *((sides[name], ("prepare", "extract", "train", "export")) for name in SIDES)]
+    jobs = [(judge, ("prepare", "extract")), *((sides[name], ("prepare", "extract", "train", "export")) for name in names)]
     with ThreadPoolExecutor(a.jobs) as pool:
         try:
             for job in [pool.submit(side.run, *stages) for side, stages in jobs]:
@@ -220,10 +223,19 @@ def measure(a: argparse.Namespace, d: dict[str, Any], work: Path) -> dict[str, A
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    exports = {name: sides[name].folder / "models/export" for name in SIDES}
+    exports = {name: sides[name].folder / "models/export" for name in names}
     untrained(sides["own"], work / "untrained")
-    before = evaluate(judge, exports["own"], work / "untrained")["baseline"]
-    result = evaluate(judge, exports["own"], exports["reference"])
+    result = evaluate(judge, exports["own"], work / "untrained")
+    before, beside = result["baseline"], {}
+    if "reference" in exports:
+        result = evaluate(judge, exports["own"], exports["reference"])
+        other = result["baseline"]
+        beside = {
+            "reference": other["acceptance_length"],
+            "difference": other["difference"],
+            "difference_ci95": other["difference_ci95"],
+            "reference_by_position": other["acceptance_by_position"],
+        }
     if a.keep:
         shutil.rmtree(a.keep, ignore_errors=True)
         shutil.copytree(exports["own"] / "speculators", a.keep)
@@ -231,10 +243,8 @@ def measure(a: argparse.Namespace, d: dict[str, Any], work: Path) -> dict[str, A
         "before": before["acceptance_length"],
         "own": result["acceptance_length"],
         "own_ci95": result["acceptance_length_ci95"],
-        "reference": result["baseline"]["acceptance_length"],
-        "difference": result["baseline"]["difference"],
-        "difference_ci95": result["baseline"]["difference_ci95"],
-        "by_position": {"own": result["acceptance_by_position"], "reference": result["baseline"]["acceptance_by_position"]},
+        "own_by_position": result["acceptance_by_position"],
+        **beside,
         "own_by_source": {k: v["acceptance_length"] for k, v in result["by_source"].items()},
         "heldout_samples": result["samples"],
         "drafts": result["drafts"],
@@ -242,7 +252,7 @@ def measure(a: argparse.Namespace, d: dict[str, Any], work: Path) -> dict[str, A
         "draft_tokens": result["draft_tokens"],
         "prompts": a.samples,
         "questions": len(train),
-        "trained": {name: sides[name].metrics("train") for name in SIDES},
+        "trained": {name: sides[name].metrics("train") for name in names},
         "prepared": {name: {k: sides[name].metrics("prepare")[k] for k in ("samples", "tokens")} for name in sides},
         "seconds": {name: side.seconds for name, side in sides.items()},
     }
@@ -256,6 +266,11 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
         "--prompts", type=Path, nargs="+", help=".jsonl files of turns and references (default: the demo's questions)"
     )
     p.add_argument("--samples", type=int, help="training prompts")
+    p.add_argument(
+        "--questions",
+        type=Path,
+        help="further training prompts, beside --samples, without answers (bench/questions.py): only the own side then",
+    )
     p.add_argument("--heldout", type=int, default=40, help="held-out prompts a file, at most")
     p.add_argument("--steps", type=int, help="optimizer steps of each side")
     p.add_argument("--max-new-tokens", type=int, help="tokens of an answer, at most")
@@ -300,7 +315,6 @@ def main() -> None:
     except UserError as e:
         sys.exit(f"error: {e}")
     found["seconds_total"] = round(time.monotonic() - started, 1)
-    low, high = found["difference_ci95"]
     print(
         f"{a.verifier.name} on {a.device}, engine {a.engine}: {a.samples} training prompts from {found['questions']} questions,"
     )
@@ -308,8 +322,10 @@ def main() -> None:
     print("acceptance length on the verifier's own greedy answers")
     print(f"  before training             {found['before']:.3f}")
     print(f"  after its own answers       {found['own']:.3f}")
-    print(f"  after reference answers     {found['reference']:.3f}")
-    print(f"  own - reference             {found['difference']:+.3f}  (95 % interval {low:+.3f} to {high:+.3f})")
+    if "reference" in found:
+        low, high = found["difference_ci95"]
+        print(f"  after reference answers     {found['reference']:.3f}")
+        print(f"  own - reference             {found['difference']:+.3f}  (95 % interval {low:+.3f} to {high:+.3f})")
     print("  own by source               " + ", ".join(f"{k} {v:.3f}" for k, v in found["own_by_source"].items()))
     print(f"seconds: {found['seconds_total']} in all; {json.dumps(found['seconds'])}")
     if a.json:

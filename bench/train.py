@@ -167,8 +167,30 @@ def run_ours(settings: str, records: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("speculators.metrics").addHandler(Records(records))
     log: dict = {}
-    train.build(params_module.parse(json.loads(settings)), log=log)
+    values = json.loads(settings)
+    traced = values.pop("traced", None)
+    if traced:
+        _trace_steps(*traced)
+    train.build(params_module.parse(values), log=log)
     print(json.dumps(log))
+
+
+def _trace_steps(first: int, last: int) -> None:
+    """Trace the GPU from after step `first` to step `last` and print what it did in each of them."""
+    import kernels
+
+    from eagle3dvc.drafter.trainer import DrafterTrainer
+
+    plain, trace = DrafterTrainer.train_step, []
+
+    def traced(self: DrafterTrainer, loader: object) -> None:
+        if self.global_step == first:
+            trace.append(kernels.Trace())
+        plain(self, loader)
+        if self.global_step == last:
+            print("ours, ms a step:", kernels.summary(trace.pop().stop(), last - first, 30), flush=True)
+
+    DrafterTrainer.train_step = traced
 
 
 def settings_of(args: argparse.Namespace, shape: dict) -> dict:
@@ -189,7 +211,11 @@ def settings_of(args: argparse.Namespace, shape: dict) -> dict:
         "checkpoint_every": 10**6,
         "loggers": [],
     }
-    return {"max_samples": args.samples, "train": train}
+    found = {"max_samples": args.samples, "train": train}
+    if args.profile:
+        train["max_steps"] += args.profile
+        found["traced"] = [args.steps, args.steps + args.profile]
+    return found
 
 
 def library_arguments(args: argparse.Namespace, shape: dict, root: Path) -> list[str]:
@@ -206,10 +232,10 @@ def library_arguments(args: argparse.Namespace, shape: dict, root: Path) -> list
     ]
 
 
-def summary(path: Path, skip: int) -> dict:
+def summary(path: Path, skip: int, last_step: int) -> dict:
     """tokens/s, ms a step and data-wait share over the steps after `skip`, and the loss curve."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    kept = [r for r in lines if r["step"] >= skip]
+    kept = [r for r in lines if skip <= r["step"] <= last_step]
     first, last = kept[0], kept[-1]
     seconds, steps = last["time"] - first["time"], last["step"] - first["step"]
     if "tokens" in last["profile"]:  # ours: running totals
@@ -277,11 +303,11 @@ def compare(args: argparse.Namespace) -> dict:
             (root / name).symlink_to(made / name)
         if args.only != "library":
             child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl", args.gpus)
-            found["ours"] = show("ours", summary(root / "ours.jsonl", args.skip))
+            found["ours"] = show("ours", summary(root / "ours.jsonl", args.skip, args.steps))
         if library:
             arguments = json.dumps(library_arguments(args, shape, root))
             child(root, "library", arguments, root / "library.jsonl", until=(args.steps - 6) // 5 * 5)
-            found["library"] = show("library", summary(root / "library.jsonl", args.skip))
+            found["library"] = show("library", summary(root / "library.jsonl", args.skip, args.steps))
     finally:
         shutil.rmtree(root, ignore_errors=True)
     if len(found) == 2:
@@ -350,6 +376,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--only", choices=["ours", "library"])
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="then trace the GPU for N more of our steps")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="where the data is made")
     parser.add_argument(

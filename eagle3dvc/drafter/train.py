@@ -346,6 +346,9 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
         torch.compiler.set_stance("default" if compiled else "force_eager")
         # DDP's graph splitter cannot split around flex attention; the forward is a graph of its own either way
         torch._dynamo.config.optimize_ddp = False
+        # each TTT step is compiled as such: with its number as a variable, the library's names of metrics split the graph, and the
+        # part outside it waits for the GPU
+        torch._dynamo.config.specialize_int = True
     try:
         loss = resolve_loss_config(t.loss, guards.loss_implementation(device, compiled))
     except ValueError as e:
