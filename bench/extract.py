@@ -145,6 +145,8 @@ def common(args, folder: Path) -> dict:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
+    if args.kv_cache:
+        settings["kv_cache_memory_bytes"] = int(args.kv_cache * 1e9)
     return settings | _cpu(args)
 
 
@@ -191,13 +193,14 @@ def stock_or_plain(args, folder: Path, out: Path) -> dict:
     for f in out.iterdir():
         f.unlink()
     token_ids = samples_of(args, 2, args.samples)
-    seconds, finished = run(token_ids)
-    found = {"samples": finished}
-    if args.profile:
-        part = samples_of(args, 3, args.profile)
-        llm.collective_rpc("trace_start")
-        run(part)
-        found["profile"] = llm.collective_rpc("trace_stop", args=(sum(map(len, part)) / args.batched,))[0]
+    with kernels.alone():
+        seconds, finished = run(token_ids)
+        found = {"samples": finished}
+        if args.profile:
+            part = samples_of(args, 3, args.profile)
+            llm.collective_rpc("trace_start")
+            run(part)
+            found["profile"] = llm.collective_rpc("trace_stop", args=(sum(map(len, part)) / args.batched,))[0]
     if args.mode == "stock":
         time.sleep(5)  # its threads may still write; the files of the last step never come in some set-ups
         found |= {"files": sum(f.suffix == ".safetensors" for f in out.iterdir())}
@@ -265,19 +268,20 @@ def ours(args, folder: Path, out: Path) -> dict:
     for f in out.iterdir():
         f.unlink()
     token_ids = samples_of(args, 2, args.samples)
-    seconds, tail, done, kept = run(token_ids, args.keep)
+    with kernels.alone():
+        seconds, tail, done, kept = run(token_ids, args.keep)
+        engine_stats = engine.stats()
+        if args.profile:
+            part = samples_of(args, 3, args.profile)
+            trace = kernels.Trace()
+            run(part, False)
+            engine_stats["profile"] = kernels.summary(trace.stop(), sum(map(len, part)) / args.batched)
     checked = 0
     for path in kept:  # outside the measured time: every checksum of what is left
         shard = Shard(path)
         for i in range(len(shard)):
             shard.check(i)
             checked += 1
-    engine_stats = engine.stats()
-    if args.profile:
-        part = samples_of(args, 3, args.profile)
-        trace = kernels.Trace()
-        run(part, False)
-        engine_stats["profile"] = kernels.summary(trace.stop(), sum(map(len, part)) / args.batched)
     engine.close()
     return {
         "samples": sum(d.samples for d in done),
@@ -331,6 +335,9 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, default=256)
     parser.add_argument("--in-flight", type=int, default=6)
     parser.add_argument("--memory", type=float, default=0.9)
+    parser.add_argument(
+        "--kv-cache", type=float, default=0, metavar="GB", help="a cache of this size whatever else holds memory"
+    )
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--stored", default=None, help="stored dtype; default the one computed in")
     parser.add_argument("--eager", action="store_true")
