@@ -7,7 +7,8 @@
 
 States are random: speed does not depend on them, and both must then show the same falling loss. Both are read the same way, from
 their records on the `speculators.metrics` logger with the time they came, and without the first --skip steps, in which they
-compile. --json FILE writes what was printed.
+compile and the library uses up what its 8 workers loaded meanwhile. The library's own step_ms and fetch_ms are not used: where it
+does not log every step they hold what the GPU had still to do of the step before. --json FILE writes what was printed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -25,8 +27,12 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+import kernels  # noqa: E402
+
+#: the samples are this often in the library's one epoch: its loaders stop, and validate and save, between epochs
+REPEATS = 4
 LAYERS = {
     "llama-8b": {
         "hidden": 4096,
@@ -120,15 +126,18 @@ def make_data(root: Path, shape: dict, samples: int, length: int, per_sample_fil
             buffer.put(i, states)
             if per_sample_files:
                 tensors = {"hidden_states": states, "token_ids": torch.from_numpy(s.token_ids.astype(np.int64))}
-                save_file(tensors, root / f"library/hidden_states/hs_{k + i}.safetensors")
+                first = root / f"library/hidden_states/hs_{k + i}.safetensors"
+                save_file(tensors, first)
+                for again in range(1, REPEATS):
+                    os.link(first, root / f"library/hidden_states/hs_{again * samples + k + i}.safetensors")
         buffer.finish(check_finite=False)
     if per_sample_files:
         from datasets import Dataset
 
         columns = {
-            "input_ids": [s.token_ids.tolist() for s in rows],
-            "loss_mask": [s.loss_mask.astype(int).tolist() for s in rows],
-            "seq_len": [len(s.token_ids) for s in rows],
+            "input_ids": [s.token_ids.tolist() for s in rows] * REPEATS,
+            "loss_mask": [s.loss_mask.astype(int).tolist() for s in rows] * REPEATS,
+            "seq_len": [len(s.token_ids) for s in rows] * REPEATS,
         }
         data = Dataset.from_dict(columns)
         data.set_format("torch")
@@ -142,10 +151,14 @@ class Records(logging.Handler):
 
     def __init__(self, path: str):
         super().__init__()
+        self.alone_from: float = int(os.environ["ALONE_FROM"])
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record.msg, dict) and "train" in record.msg:
+            if record.step >= self.alone_from:
+                kernels.before()
+                self.alone_from = math.inf
             line = {"time": time.time(), "step": record.step, **record.msg}
             self.file.write(json.dumps(line, default=str) + "\n")
             self.file.flush()
@@ -177,8 +190,6 @@ def run_ours(settings: str, records: str) -> None:
 
 def _trace_steps(first: int, last: int) -> None:
     """Trace the GPU from after step `first` to step `last` and print what it did in each of them."""
-    import kernels
-
     from eagle3dvc.drafter.trainer import DrafterTrainer
 
     plain, trace = DrafterTrainer.train_step, []
@@ -199,7 +210,11 @@ def settings_of(args: argparse.Namespace, shape: dict) -> dict:
         "tokens_per_batch": args.tokens,
         "max_steps": args.steps,
         "optimizer": args.optimizer,
-        "learning_rate": 1e-4,
+        "learning_rate": args.lr,
+        "muon_learning_rate": args.lr,
+        "weight_decay": 0.0,
+        "scheduler": "linear",
+        "warmup_fraction": 0.1,
         "precision": "bfloat16" if args.shape != "tiny" else "float32",
         "compile": args.shape != "tiny",
         "norms": "speculators",  # what the library's command trains when nothing is said
@@ -226,7 +241,10 @@ def library_arguments(args: argparse.Namespace, shape: dict, root: Path) -> list
         *("--save-path", str(root / "out"), "--on-missing", "raise", "--target-layer-ids", *map(str, aux)),
         *("--draft-vocab-size", str(shape["draft"]), "--total-seq-len", str(args.tokens), "--ttt-steps", "3"),
         *("--mask-token-id", "0"),  # unused by EAGLE-3, but looked for in a tokenizer when not given
-        *("--epochs", "1", "--max-steps", str(args.steps), "--lr", "1e-4", "--optimizer", args.optimizer),
+        *("--epochs", "1", "--max-steps", str(args.steps), "--optimizer", args.optimizer),
+        *("--lr", str(args.lr), "--muon-lr", str(args.lr), "--weight-decay", "0", "--muon-weight-decay", "0"),
+        *("--scheduler-type", "linear", "--scheduler-warmup-steps", str(int(0.1 * args.steps))),
+        *("--scheduler-total-steps", str(args.steps)),
         *("--num-workers", str(args.library_workers), "--loss-implementation", "eager", "--log-freq", "5"),
         *("--full-attention-indices", "0", "--train-data-ratio", "0.99"),
     ]
@@ -243,18 +261,19 @@ def summary(path: Path, skip: int, last_step: int) -> dict:
         wait = (last["profile"]["data_wait_seconds"] - first["profile"]["data_wait_seconds"]) / seconds
     else:  # the library's, of the logged steps
         each = [r["profile"]["tokens_per_s"] * r["profile"]["step_ms"] / 1000 for r in kept]
-        tokens = sum(each) / len(each) * steps
-        wait = sum(r["profile"]["fetch_ms"] for r in kept[1:]) / sum(r["profile"]["step_ms"] for r in kept[1:])
+        tokens, wait = sum(each) / len(each) * steps, None
     return {
         "tokens_per_second": round(tokens / seconds),
         "ms_per_step": round(1000 * seconds / steps, 1),
-        "data_wait_fraction": round(wait, 4),
+        "data_wait_fraction": None if wait is None else round(wait, 4),
         "loss": {r["step"]: round(float(r["train"]["loss"]), 4) for r in lines if r["step"] % 10 == 0 or r is lines[-1]},
     }
 
 
-def child(root: Path, kind: str, payload: str, records: Path, processes: int = 1, until: int | None = None) -> None:
-    """Run one side. until: the step after whose record it is ended (the library would go on to validate and save)."""
+def child(
+    root: Path, kind: str, payload: str, records: Path, processes: int = 1, until: int | None = None, alone_from: int = 0
+) -> None:
+    """Run one side; it has the GPU alone (kernels.alone) from the record of step `alone_from` on. until: the step after whose record it is ended (the library would go on to validate and save)."""
     here = Path(__file__).resolve()
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))} if processes > 1 else {}
@@ -263,6 +282,7 @@ def child(root: Path, kind: str, payload: str, records: Path, processes: int = 1
         **os.environ,
         "PYTHONPATH": f"{here.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
         "DVC_ROOT": str(root),
+        "ALONE_FROM": str(alone_from),
     }
     command = [sys.executable, *launch, str(here), "--child", kind, payload, str(records)]
     process = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True)
@@ -275,15 +295,15 @@ def child(root: Path, kind: str, payload: str, records: Path, processes: int = 1
         if code:
             raise SystemExit(f"the {kind} side ended with status {code}; its output is above")
     finally:
+        kernels.after()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def show(name: str, row: dict) -> dict:
-    print(
-        f"{name:8} {row['tokens_per_second']:>9,} tokens/s {row['ms_per_step']:>8} ms/step  wait {row['data_wait_fraction']:.2%}"
-    )
+    wait = "" if row["data_wait_fraction"] is None else f"  wait {row['data_wait_fraction']:.2%}"
+    print(f"{name:8} {row['tokens_per_second']:>9,} tokens/s {row['ms_per_step']:>8} ms/step{wait}")
     print(f"{'':8} loss {row['loss']}", flush=True)
     return row
 
@@ -302,11 +322,11 @@ def compare(args: argparse.Namespace) -> dict:
         for name in ("data", "library"):
             (root / name).symlink_to(made / name)
         if args.only != "library":
-            child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl", args.gpus)
+            child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl", args.gpus, alone_from=args.skip - 5)
             found["ours"] = show("ours", summary(root / "ours.jsonl", args.skip, args.steps))
         if library:
             arguments = json.dumps(library_arguments(args, shape, root))
-            child(root, "library", arguments, root / "library.jsonl", until=(args.steps - 6) // 5 * 5)
+            child(root, "library", arguments, root / "library.jsonl", until=(args.steps - 6) // 5 * 5, alone_from=args.skip - 5)
             found["library"] = show("library", summary(root / "library.jsonl", args.skip, args.steps))
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -365,8 +385,14 @@ def main() -> None:
         return None
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=LAYERS, default="llama-8b")
-    parser.add_argument("--steps", type=int, default=36, help="fewer than an epoch: the library saves and validates after one")
-    parser.add_argument("--skip", type=int, default=12, help="steps before the measurement")
+    parser.add_argument("--steps", type=int, default=110, help="fewer than the library's epoch")
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=50,
+        help="steps before the measurement: the library compiles, and has 32 batches ready by then",
+    )
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--samples", type=int, default=640)
     parser.add_argument("--length", type=int, default=512, help="mean tokens a sample")
     parser.add_argument("--tokens", type=int, default=8192, help="packed tokens a micro-batch")
