@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Every figure that needs a GPU, in about 20 minutes on a machine with two (30 with one): extraction and training side by side, a
-# GPU each, then what wants both. Each benchmark has a log and a JSON file in OUT; OUT/progress says what began and ended, when, how.
+# Every figure that needs a GPU. Two lanes: what is timed, and making a drafter for the serving figure, which is not. With two GPUs each
+# lane has one, and what wants both comes last; with one GPU the second lane is stopped while something is timed. Each benchmark has a
+# log and a JSON file in OUT; OUT/progress says what began and ended, when, how. The most important comes first: stop it when time ends.
 #
 #   bench/gpu.sh OUT [VERIFIER PROMPTS.jsonl ...]
 #
@@ -15,77 +16,94 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 for p in "${!prompts[@]}"; do prompts[p]=$(realpath "${prompts[p]}"); done
 cd "$(dirname "$0")/.."
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0  # which compiles for 90 s
 python=${PYTHON:-python}
+export out verifier python
 gpus=$(nvidia-smi -L | grep -c GPU)
 shm=/dev/shm
-begun=$SECONDS
+begun=$(date +%s)
+export shm begun
 
 # one NAME SECONDS GPUS COMMAND...: its log, its limit, its place in OUT/progress
 one() {
-  local name=$1 limit=$2 devices=$3 rc at=$SECONDS
+  local name=$1 limit=$2 devices=$3 rc at
   shift 3
-  echo "$((SECONDS - begun)) s: $name begins on GPU $devices" >>"$out/progress"
+  at=$(date +%s)
+  echo "$((at - begun)) s: $name begins on GPU $devices" >>"$out/progress"
   CUDA_VISIBLE_DEVICES=$devices timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1
   rc=$?
-  echo "$((SECONDS - begun)) s: $name ended with $rc after $((SECONDS - at)) s" >>"$out/progress"
+  echo "$(($(date +%s) - begun)) s: $name ended with $rc after $(($(date +%s) - at)) s" >>"$out/progress"
+  eval "${BENCH_AFTER:-}"  # also where it was killed while the other lane stood still
   return $rc
-}
-
-llama() {
-  one extract-llama-8b 540 "$1" "$python" bench/extract.py --shape llama-8b --samples 3840 --profile 480 --modes prefill,ours,stock \
-    --out $shm/a --json "$out/extract-llama-8b.json"
-}
-
-deepseek() {
-  one extract-deepseek-v3 540 "$1" "$python" bench/extract.py --shape deepseek-v3 --samples 2048 --shard 50 --in-flight 12 --out $shm/b \
-    --json "$out/extract-deepseek-v3.json"
-}
-
-walk() {
-  one walk 280 "$1" "$python" bench/walk.py
 }
 
 training() {
   one train 560 "$1" "$python" bench/train.py --data $shm/train --profile 4 --json "$out/train.json"
 }
 
-# train-1, train-2: two GPUs against one at the same batch a step
+llama() {
+  one extract-llama-8b 540 "$1" "$python" bench/extract.py --shape llama-8b --samples 3840 --profile 480 --modes prefill,ours,stock \
+    --memory 0.5 --kv-cache 50 --out $shm/a --json "$out/extract-llama-8b.json"
+}
+
+deepseek() {
+  one extract-deepseek-v3 540 "$1" "$python" bench/extract.py --shape deepseek-v3 --samples 2048 --shard 50 --in-flight 12 --profile 480 \
+    --memory 0.8 --out $shm/b --json "$out/extract-deepseek-v3.json"
+}
+
+walk() {
+  one walk 280 "$1" "$python" bench/walk.py
+}
+
+# two GPUs against one at the same batch a step
 share() {
   one "train-$1" 300 "$2" "$python" bench/train.py --data $shm/train --only ours --gpus "$1" --accumulate 8 --steps 14 --skip 6 \
     --json "$out/train-$1.json"
 }
 
-serving() {
+# drafter GPU PROMPTS...: learns the verifier's own answers, to questions of its own and to pairs of the files' questions
+drafter() {
+  local gpu=$1
+  shift
   [ -n "$verifier" ] || return 0
   until [ -e "$verifier/config.json" ]; do
     [ -e "$out/no-verifier" ] && return 0
     sleep 1
   done
-  one questions 200 "$1" "$python" bench/questions.py --verifier "$verifier" --count 4000 --out "$out/questions.jsonl" \
-    --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024}'
-  one own-answers 540 "$1" "$python" bench/own_answers.py --verifier "$verifier" --prompts "${prompts[@]}" --engine vllm \
-    --questions "$out/questions.jsonl" --samples 2000 --steps 1500 --max-new-tokens 192 --set train.learning_rate=1e-3 \
-    --work $shm/own --keep "$out/drafter" --json "$out/own-answers.json"
-  if [ -e "$out/drafter/config.json" ]; then
-    one serve 400 "$1" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" \
-      --prompts $shm/own/prompts/heldout/*.jsonl --draft-tokens 3 --batch-sizes 1 8 --logs "$out" --json
-  fi
+  one questions 200 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 14000 --out "$out/questions.jsonl" \
+    --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024, "gpu_memory_utilization": 0.2}'
+  one own-answers 900 "$gpu" "$python" bench/own_answers.py --verifier "$verifier" --prompts "$@" --engine vllm \
+    --questions "$out/questions.jsonl" --samples 2000 --steps 3000 --max-new-tokens 192 \
+    --set train.learning_rate=5e-4 train.draft_vocab_size=32000 --work $shm/own --keep "$out/drafter" --json "$out/own-answers.json"
+}
+
+serving() {
+  [ -e "$out/drafter/config.json" ] || return 0
+  one serve 300 "$1" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts $shm/own/prompts/heldout/*.jsonl \
+    --draft-tokens 3 --batch-sizes 1 8 --logs "$out" --json
 }
 
 if [ "$gpus" -ge 2 ]; then
-  (llama 0; walk 0; deepseek 0) &
-  (training 1; share 1 1; serving 1) &
-  wait
+  drafter 1 "${prompts[@]}" &
+  other=$!
+  training 0
+  llama 0
+  share 1 0
+  wait $other
   share 2 0,1
   one states-tp 400 0,1 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
 else
-  llama 0
+  export -f one drafter
+  setsid bash -c 'drafter "$@"' drafter 0 "${prompts[@]}" &
+  other=$!
+  export BENCH_BEFORE="pkill -STOP -s $other" BENCH_AFTER="pkill -CONT -s $other"
   training 0
-  walk 0 &  # its bound is minutes, so it may share the GPU with a training that nobody times
-  serving 0
-  wait
-  deepseek 0
-  one states 300 0 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
+  llama 0
+  wait $other
+  unset BENCH_BEFORE BENCH_AFTER
 fi
-echo "$((SECONDS - begun)) s: done" >>"$out/progress"
+serving 0
+walk 0
+deepseek 0
+[ "$gpus" -ge 2 ] || one states 300 0 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
+echo "$(($(date +%s) - begun)) s: done" >>"$out/progress"
