@@ -70,11 +70,11 @@ drafter() {
     [ -e "$out/no-verifier" ] && return 0
     sleep 1
   done
-  one questions 200 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 14000 --out "$out/questions.jsonl" \
+  one questions 200 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 24000 --out "$out/questions.jsonl" \
     --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024, "gpu_memory_utilization": 0.2}'
   one own-answers 900 "$gpu" "$python" bench/own_answers.py --verifier "$verifier" --prompts "$@" --engine vllm \
     --questions "$out/questions.jsonl" --samples 2000 --steps 3000 --max-new-tokens 192 \
-    --set train.learning_rate=5e-4 train.draft_vocab_size=32000 --work $shm/own --keep "$out/drafter" --json "$out/own-answers.json"
+    --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work $shm/own --keep "$out/drafter" --json "$out/own-answers.json"
 }
 
 serving() {
