@@ -1,6 +1,6 @@
 """Checkpoints of a training run that survive anything: complete or absent, never half.
 
-A run's folder lies in the resume area, named by the hash of all that its result depends on:
+A run's folder lies in the resume area, named by the hash of all that its result depends on, the code included:
 
     step-00000100/   model.safetensors (trained tensors), optimizer.pt, state.json, COMPLETE (the size of every file)
     best-00000080/   model.safetensors, COMPLETE
@@ -61,6 +61,12 @@ def complete(path: Path) -> bool:
         return False
 
 
+def numbered(folder: Path, kind: str) -> list[tuple[int, Path]]:
+    """(step, folder) of a run's `step` or `best` folders, complete or not, in the order of steps."""
+    found = ((p.name.removeprefix(f"{kind}-"), p) for p in folder.glob(f"{kind}-*"))
+    return sorted((int(n), p) for n, p in found if n.isdigit())
+
+
 class Store:
     """The checkpoints of one run. folder: the run's own, made if missing."""
 
@@ -71,8 +77,7 @@ class Store:
             shutil.rmtree(left, ignore_errors=True)
 
     def _numbered(self, kind: str) -> list[tuple[int, Path]]:
-        found = ((p.name.removeprefix(f"{kind}-"), p) for p in self.folder.glob(f"{kind}-*"))
-        return sorted((int(n), p) for n, p in found if n.isdigit())
+        return numbered(self.folder, kind)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], optimizer: Any, state: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, then drop all but the last two and the best weights these name."""

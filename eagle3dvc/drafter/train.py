@@ -10,6 +10,7 @@ Everything resumable lies outside the outputs, see checkpoints.py. Several proce
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import json
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
@@ -54,6 +55,11 @@ TORCHRUN = (
 # parameters that change how a run is carried out, not what it gives: they do not name another run
 HOW = {"gpus", "num_workers", "checkpoint_every", "verify_checksums", "loggers", "fsdp", "gradient_checkpointing", "compile"}
 HOW |= {"attention"}
+# code that the result depends on
+CODE = [
+    Path(__file__).with_name(f"{name}.py") for name in ("acceptance", "data", "guards", "model", "train", "trainer", "vocab")
+]
+OF = "OF"  # in a run's folder: its Inputs.digest
 
 
 def build(
@@ -173,7 +179,12 @@ class Inputs:
     vocab: vocab.DraftVocab
     warm: Path | None
     on_policy: bool
-    digest: str
+    digest: str  # of all the above and the settings
+
+    @property
+    def key(self) -> str:
+        """32 hex digits that name the run in the resume area: what one version of the code computed, another must not continue."""
+        return hashlib.sha256(f"{self.digest} {code(CODE)}".encode()).hexdigest()[:32]
 
 
 def _inputs(params: Params, paths: dict[str, str]) -> Inputs:
@@ -218,7 +229,7 @@ def _inputs(params: Params, paths: dict[str, str]) -> Inputs:
 
 
 def _digest(params: Params, paths: dict[str, str], info: Any, warm: Path | None, on_policy: bool) -> str:
-    """32 hex digits that name a run by all that its result depends on."""
+    """32 hex digits that name a run by all that its result depends on but the code."""
 
     def content(folder: Path, pattern: str) -> str:
         h = xxhash.xxh3_128()
@@ -241,6 +252,34 @@ def _digest(params: Params, paths: dict[str, str], info: Any, warm: Path | None,
         "warm": content(warm, "*.safetensors") if warm else None,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def code(files: Iterable[Path]) -> str:
+    """Hash of Python files that comments, docstrings and layout do not change."""
+    h = hashlib.sha256()
+    for file in files:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(getattr(node, "body", None), list):
+                node.body = [n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+        h.update(ast.dump(tree).encode())
+    return h.hexdigest()
+
+
+def _say_if_left(folder: Path, digest: str) -> None:
+    """Mark the run's folder with what it is made from; say so where an interrupted run of the same is not continued."""
+    (folder / OF).write_text(digest, encoding="utf-8")
+    for other in sorted(folder.parent.iterdir()):
+        if other == folder or not (other / OF).is_file() or (other / OF).read_text(encoding="utf-8") != digest:
+            continue
+        steps = [step for step, path in checkpoints.numbered(other, "step") if checkpoints.complete(path)]
+        if steps and not (other / checkpoints.FINISHED).exists():
+            print(
+                f"note: an interrupted run with the same data and settings reached step {steps[-1]}, but the code of training has "
+                f"changed since, so this one begins anew; go back to that code to continue it, or delete {other}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def warm_folder(where: str, aux_layer_ids: list[int], verifier: str) -> Path:
@@ -349,6 +388,7 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
         # each TTT step is compiled as such: with its number as a variable, the library's names of metrics split the graph, and the
         # part outside it waits for the GPU
         torch._dynamo.config.specialize_int = True
+        torch._dynamo.config.recompile_limit = 32  # steps, batches and validation: past it flex attention would run uncompiled
     try:
         loss = resolve_loss_config(t.loss, guards.loss_implementation(device, compiled))
     except ValueError as e:
@@ -409,8 +449,10 @@ def _train(params: Params, paths: dict[str, str], rank: int, world: int, log: An
     inputs = _inputs(params, paths)
     if device.type == "cpu" and inputs.info.hidden_size < SMALL:
         torch.set_num_threads(1)
-    folder = stage.work_dir("train") / inputs.digest
+    folder = stage.work_dir("train") / inputs.key
     store = checkpoints.Store(folder)
+    if rank == 0:
+        _say_if_left(folder, inputs.digest)
     handler = CurvesHandler(paths["curves"])
     logger = logging.getLogger("speculators.metrics")
     others = [name for name in params.train.loggers if name != "dvclive"]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from world import AUX, HIDDEN, VOCAB, World, make, params, write_data
 
 from eagle3dvc import stage
-from eagle3dvc.drafter import acceptance, check, checkpoints, model, train, trainer
+from eagle3dvc.drafter import acceptance, check, checkpoints, data, guards, model, train, trainer, vocab
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.reader import HiddenStates
 from eagle3dvc.verifier import load_head
@@ -191,6 +191,50 @@ def test_finished_runs_of_other_settings_are_removed(world, work):
     build(world, max_steps=2)
     build(world, max_steps=3)
     assert len(list(Path(".dvc/tmp/eagle3dvc/train").iterdir())) == 1
+
+
+def test_other_code_does_not_continue_what_this_code_computed(world, work, monkeypatch, capsys):
+    """A corrected loss must not be answered with the checkpoint of the wrong one."""
+    first, real = {}, train.code
+    build(world, log=first, max_steps=4)
+    monkeypatch.setattr(train, "code", lambda files: real(files)[::-1])
+    again: dict = {}
+    build(world, log=again, max_steps=4)
+    assert first["steps_computed"] == again["steps_computed"] == 4
+    assert "note" not in capsys.readouterr().err
+    assert len(list(Path(".dvc/tmp/eagle3dvc/train").iterdir())) == 1  # the other one had ended
+    with pytest.raises(stage.Interrupted), monkeypatch.context() as ended:
+        ended.setattr(trainer.DrafterTrainer, "_stop_if_asked", interrupt_after(2))
+        build(world, max_steps=8)
+    monkeypatch.setattr(train, "code", real)
+    build(world, log=again, max_steps=8)
+    assert again["steps_computed"] == 8
+    assert "reached step 2, but the code of training has changed since, so this one begins anew" in capsys.readouterr().err
+
+
+def interrupt_after(step: int):
+    """_stop_if_asked of a trainer that is signalled in this step."""
+    real = trainer.DrafterTrainer._stop_if_asked
+
+    def stop(self, saved):
+        if self.global_step == step:
+            self._signal = signal.SIGTERM
+        real(self, saved)
+
+    return stop
+
+
+def test_code_is_what_python_executes(tmp_path):
+    file = tmp_path / "a.py"
+
+    def of(text: str) -> str:
+        file.write_text(text)
+        return train.code([file])
+
+    one = of('"""What."""\n\ndef f(x):\n    """How."""\n    return x + 1  # why\n')
+    assert one == of("def f(x):\n\n\n    return (x + 1)\n") != of("def f(x):\n    return x + 2\n")
+    listed = {Path(m.__file__) for m in (acceptance, data, guards, model, train, trainer, vocab)}
+    assert set(train.CODE) == listed
 
 
 def test_accumulation_is_one_large_batch(world, work):
