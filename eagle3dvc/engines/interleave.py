@@ -10,7 +10,7 @@ from eagle3dvc.hidden_states.format import ShardRequest
 class Interleave:
     """Feeds `ways` shards at a time, each begun when the one before it is 1/ways through.
 
-    A shard is hashed and written by one thread, at about 0.5 GB/s, while a fast verifier makes several GB/s of states. So several
+    A shard is hashed beside its writing, at about 0.6 GB/s, while a fast verifier makes several GB/s of states. So several
     shards fill at once, each as slowly as a thread can follow, and they end one after the other, so that buffers come free evenly.
     The last ones end together: no thread is left alone with what the others have finished. So the last `early` shards begin at
     once, when no others follow (`due`), and what is left of all open ones is then fed evenly (`last`).
