@@ -410,11 +410,11 @@ def test_v2_runner_of_vllm_026():
 
 
 def test_compile_with_torch_211(repo, tmp_path, monkeypatch):
+    """It works since the eager loss is compiled there (guards.loss_implementation); vLLM 0.26 needs this torch."""
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     install(tmp_path / "site", torch="2.11.0")
     params(train={"compile": True})
-    level, text = worst("versions")
-    assert level == "failure" and "train.compile" in text
+    assert "train.compile" not in worst("versions")[1]
 
 
 def test_no_room_for_the_kv_cache(repo):
