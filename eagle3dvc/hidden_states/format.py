@@ -23,8 +23,8 @@ import hashlib
 import json
 import os
 import struct
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,30 +203,45 @@ def fsync_dir(path: Path) -> None:
 class DurableFile:
     """A file that appears under its name only when it is whole and on the disk; the md5 is taken on the way.
 
-    Written through `<name>.<pid>.tmp` beside it; `abort` removes that. A thread of its own hashes each piece while it is written: an
-    md5 cannot be divided, so nothing else may stand in its way (0.6 GB/s, what one file can do).
+    Written through `<name>.<pid>.tmp` beside it; `abort` removes that. Each piece is hashed while it is written: an md5 cannot be
+    divided, so nothing else may stand in its way (0.6 GB/s, what one file can do).
     """
 
     def __init__(self, path: Path):
         self.path, self._tmp = path, path.with_name(f"{path.name}.{os.getpid()}.tmp")
         self._md5 = hashlib.md5(usedforsecurity=False)
         self._file = open(self._tmp, "wb", buffering=0)  # noqa: SIM115 - closed by commit and abort
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="md5")
 
     def write(self, data: memoryview) -> None:
         """Append `data`; it may change as soon as this returns."""
-        hashed = [self._hashing.submit(self._md5.update, data[start : start + _CHUNK]) for start in range(0, len(data), _CHUNK)]
+        failed, stop = [], threading.Event()
+
+        def hash_it() -> None:
+            try:
+                for start in range(0, len(data), _CHUNK):
+                    if stop.is_set():
+                        return
+                    self._md5.update(data[start : start + _CHUNK])
+            except BaseException as e:  # an error of hashing is an error of writing
+                failed.append(e)
+
+        hashing = threading.Thread(target=hash_it, name="md5")
+        hashing.start()
         try:
             for start in range(0, len(data), _CHUNK):
                 chunk = data[start : start + _CHUNK]
                 while chunk:
                     chunk = chunk[self._file.write(chunk) :]
+        except BaseException:
+            stop.set()
+            raise
         finally:
-            wait(hashed)
+            hashing.join()
+        if failed:
+            raise failed[0]
 
     def commit(self) -> str:
         """fsync, rename, fsync of the folder; returns the md5 of all that was written."""
-        self._hashing.shutdown()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._tmp, self.path)
@@ -234,7 +249,6 @@ class DurableFile:
         return self._md5.hexdigest()
 
     def abort(self) -> None:
-        self._hashing.shutdown()
         self._file.close()
         self._tmp.unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -236,3 +237,52 @@ def test_renamed_shard_is_found(tmp_path):
     shutil.copy(done.path, other)
     with pytest.raises(Damaged, match="do not agree on its key"):
         check_shard(other, None)
+
+
+def test_an_error_of_hashing_is_an_error_of_writing(tmp_path, monkeypatch):
+    """Else a file would carry the md5 of half of it."""
+
+    class Broken:
+        def update(self, piece):
+            raise MemoryError("no room to hash")
+
+    file = fmt.DurableFile(tmp_path / "a")
+    file.write(memoryview(b"whole"))
+    monkeypatch.setattr(file, "_md5", Broken())
+    with pytest.raises(MemoryError, match="no room"):
+        file.write(memoryview(b"half"))
+    file.abort()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_hashing_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(fmt, "_CHUNK", 1000)
+    file = fmt.DurableFile(tmp_path / "a")
+    hashed, began = [], threading.Event()
+
+    class Slow:
+        def update(self, piece):
+            began.set()
+            hashed.append(len(piece))
+            full.wait(10)
+
+    full = threading.Event()
+
+    class Full:
+        def write(self, piece):
+            began.wait(10)
+            full.set()
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            pass
+
+    real = file._file
+    monkeypatch.setattr(file, "_md5", Slow())
+    monkeypatch.setattr(file, "_file", Full())
+    with pytest.raises(OSError, match="No space"):
+        file.write(memoryview(bytes(10_000_000)))
+    assert sum(hashed) < 10_000_000 and not [t for t in threading.enumerate() if t.name == "md5"]
+    real.close()
+    file.abort()
+    assert not list(tmp_path.iterdir())
