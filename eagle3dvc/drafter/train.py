@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from eagle3dvc import params as params_module
@@ -55,9 +56,10 @@ TORCHRUN = (
 # parameters that change how a run is carried out, not what it gives: they do not name another run
 HOW = {"gpus", "num_workers", "checkpoint_every", "verify_checksums", "loggers", "fsdp", "gradient_checkpointing", "compile"}
 HOW |= {"attention"}
-# code that the result depends on
+# the code that dvc.yaml names for this stage: what DVC runs again for is not answered from the resume area
 CODE = [
-    Path(__file__).with_name(f"{name}.py") for name in ("acceptance", "data", "guards", "model", "train", "trainer", "vocab")
+    Path(__file__).with_name(f"{name}.py")
+    for name in ("train", "trainer", "data", "model", "vocab", "acceptance", "checkpoints", "curves", "guards")
 ]
 OF = "OF"  # in a run's folder: its Inputs.digest
 
@@ -184,7 +186,7 @@ class Inputs:
     @property
     def key(self) -> str:
         """32 hex digits that name the run in the resume area: what one version of the code computed, another must not continue."""
-        return hashlib.sha256(f"{self.digest} {code(CODE)}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self.digest} {CODE_HASH}".encode()).hexdigest()[:32]
 
 
 def _inputs(params: Params, paths: dict[str, str]) -> Inputs:
@@ -266,20 +268,33 @@ def code(files: Iterable[Path]) -> str:
     return h.hexdigest()
 
 
+CODE_HASH = code(CODE)  # of the code in memory: the files may change while it runs
+
+
 def _say_if_left(folder: Path, digest: str) -> None:
-    """Mark the run's folder with what it is made from; say so where an interrupted run of the same is not continued."""
+    """Mark the run's folder with what it is made from; say so where it begins anew beside an unfinished run of the same."""
+    (folder / checkpoints.FINISHED).unlink(missing_ok=True)  # it is at work again: no other run may remove the folder
     (folder / OF).write_text(digest, encoding="utf-8")
+    if _reached(folder):
+        return
     for other in sorted(folder.parent.iterdir()):
-        if other == folder or not (other / OF).is_file() or (other / OF).read_text(encoding="utf-8") != digest:
+        try:
+            same = other != folder and (other.name == digest or (other / OF).read_text(encoding="utf-8") == digest)
+            step = _reached(other) if same and not (other / checkpoints.FINISHED).exists() else 0
+        except OSError:  # it has no mark, or another run removes it
             continue
-        steps = [step for step, path in checkpoints.numbered(other, "step") if checkpoints.complete(path)]
-        if steps and not (other / checkpoints.FINISHED).exists():
+        if step:
             print(
-                f"note: an interrupted run with the same data and settings reached step {steps[-1]}, but the code of training has "
-                f"changed since, so this one begins anew; go back to that code to continue it, or delete {other}",
+                f"note: {other} has an unfinished run with the same data and settings at step {step}, by other code of training, so "
+                "this one begins anew; unless it is at work elsewhere, go back to that code to continue it, or delete the folder",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _reached(folder: Path) -> int:
+    """Step of a run's highest complete checkpoint, 0 where there is none."""
+    return max((step for step, path in checkpoints.numbered(folder, "step") if checkpoints.complete(path)), default=0)
 
 
 def warm_folder(where: str, aux_layer_ids: list[int], verifier: str) -> Path:
@@ -388,7 +403,8 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
         # each TTT step is compiled as such: with its number as a variable, the library's names of metrics split the graph, and the
         # part outside it waits for the GPU
         torch._dynamo.config.specialize_int = True
-        torch._dynamo.config.recompile_limit = 32  # steps, batches and validation: past it flex attention would run uncompiled
+        # each step in training and in validation; past the limit flex attention would run uncompiled
+        torch._dynamo.config.recompile_limit = max(32, 4 * t.ttt_steps)
     try:
         loss = resolve_loss_config(t.loss, guards.loss_implementation(device, compiled))
     except ValueError as e:
@@ -451,6 +467,13 @@ def _train(params: Params, paths: dict[str, str], rank: int, world: int, log: An
         torch.set_num_threads(1)
     folder = stage.work_dir("train") / inputs.key
     store = checkpoints.Store(folder)
+    if world > 1:
+        keys = [""] * world
+        dist.all_gather_object(keys, inputs.key)
+        if len(set(keys)) > 1:
+            raise UserError(
+                "the training processes do not see the same code and data: wait until nothing changes them, then run again"
+            )
     if rank == 0:
         _say_if_left(folder, inputs.digest)
     handler = CurvesHandler(paths["curves"])

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from world import AUX, HIDDEN, VOCAB, World, make, params, write_data
 
 from eagle3dvc import stage
-from eagle3dvc.drafter import acceptance, check, checkpoints, data, guards, model, train, trainer, vocab
+from eagle3dvc.drafter import acceptance, check, checkpoints, model, train, trainer
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.reader import HiddenStates
 from eagle3dvc.verifier import load_head
@@ -195,21 +196,36 @@ def test_finished_runs_of_other_settings_are_removed(world, work):
 
 def test_other_code_does_not_continue_what_this_code_computed(world, work, monkeypatch, capsys):
     """A corrected loss must not be answered with the checkpoint of the wrong one."""
-    first, real = {}, train.code
-    build(world, log=first, max_steps=4)
-    monkeypatch.setattr(train, "code", lambda files: real(files)[::-1])
-    again: dict = {}
-    build(world, log=again, max_steps=4)
-    assert first["steps_computed"] == again["steps_computed"] == 4
+    runs, ours = Path(".dvc/tmp/eagle3dvc/train"), train.CODE_HASH
+    logs: list[dict] = [{} for _ in range(5)]
+    build(world, log=logs[0], max_steps=4)
+    monkeypatch.setattr(train, "CODE_HASH", "other")
+    build(world, log=logs[1], max_steps=4)
+    assert logs[0]["steps_computed"] == logs[1]["steps_computed"] == 4
     assert "note" not in capsys.readouterr().err
-    assert len(list(Path(".dvc/tmp/eagle3dvc/train").iterdir())) == 1  # the other one had ended
-    with pytest.raises(stage.Interrupted), monkeypatch.context() as ended:
-        ended.setattr(trainer.DrafterTrainer, "_stop_if_asked", interrupt_after(2))
-        build(world, max_steps=8)
-    monkeypatch.setattr(train, "code", real)
-    build(world, log=again, max_steps=8)
-    assert again["steps_computed"] == 8
-    assert "reached step 2, but the code of training has changed since, so this one begins anew" in capsys.readouterr().err
+    assert len(list(runs.iterdir())) == 1  # the other one had ended
+
+    def interrupted(step: int) -> None:
+        with pytest.raises(stage.Interrupted), monkeypatch.context() as ended:
+            ended.setattr(trainer.DrafterTrainer, "_stop_if_asked", interrupt_after(step))
+            build(world, max_steps=8)
+
+    interrupted(2)
+    monkeypatch.setattr(train, "CODE_HASH", ours)
+    interrupted(3)
+    said = capsys.readouterr().err
+    assert said.count("unfinished run with the same data and settings at step 2, by other code of training") == 1
+    (gone := runs / "gone").mkdir()
+    (gone / train.OF).symlink_to("removed")  # another run removes its folder at this moment
+    build(world, log=logs[2], max_steps=8)
+    assert logs[2]["steps_computed"] == 5 and "note" not in capsys.readouterr().err  # its own is continued
+    monkeypatch.setattr(train, "CODE_HASH", "third")
+    unmarked = next(p for p in runs.iterdir() if (p / "step-00000002").exists())
+    digest = (unmarked / train.OF).read_text()
+    (unmarked / train.OF).unlink()
+    unmarked.rename(runs / digest)  # as earlier versions named it
+    build(world, log=logs[3], max_steps=8)
+    assert logs[3]["steps_computed"] == 8 and f"{digest} has an unfinished run" in capsys.readouterr().err
 
 
 def interrupt_after(step: int):
@@ -233,8 +249,8 @@ def test_code_is_what_python_executes(tmp_path):
 
     one = of('"""What."""\n\ndef f(x):\n    """How."""\n    return x + 1  # why\n')
     assert one == of("def f(x):\n\n\n    return (x + 1)\n") != of("def f(x):\n    return x + 2\n")
-    listed = {Path(m.__file__) for m in (acceptance, data, guards, model, train, trainer, vocab)}
-    assert set(train.CODE) == listed
+    deps = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]["train"]["deps"]
+    assert {str(f.relative_to(REPOSITORY)) for f in train.CODE} == {d for d in deps if d.startswith("eagle3dvc/")}
 
 
 def test_accumulation_is_one_large_batch(world, work):
