@@ -2,6 +2,7 @@
 # Every figure that needs a GPU. Two lanes: what is timed, and making a drafter for the serving figure, which is not. With two GPUs each
 # lane has one, and what wants both comes last; with one GPU the second lane is stopped while something is timed. Each benchmark has a
 # log and a JSON file in OUT; OUT/progress says what began and ended, when, how. The most important comes first: stop it when time ends.
+# Some 60 GB in /dev/shm and 50 GB in OUT.
 #
 #   bench/gpu.sh OUT [VERIFIER PROMPTS.jsonl ...]
 #
@@ -21,6 +22,7 @@ python=${PYTHON:-python}
 export out verifier python
 gpus=$(nvidia-smi -L | grep -c GPU)
 shm=/dev/shm
+rm -rf "$out/own" "$out/drafter"  # of an earlier call
 begun=$(date +%s)
 export shm begun
 
@@ -61,7 +63,7 @@ share() {
     --json "$out/train-$1.json"
 }
 
-# drafter GPU PROMPTS...: learns the verifier's own answers, to questions of its own and to pairs of the files' questions
+# drafter GPU PROMPTS... (its limits count the time that it stands still): learns the verifier's own answers, to questions of its own and to pairs of the files' questions
 drafter() {
   local gpu=$1
   shift
@@ -70,16 +72,16 @@ drafter() {
     [ -e "$out/no-verifier" ] && return 0
     sleep 1
   done
-  one questions 200 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 24000 --out "$out/questions.jsonl" \
+  one questions 500 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 20000 --out "$out/questions.jsonl" \
     --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024, "gpu_memory_utilization": 0.2}'
-  one own-answers 900 "$gpu" "$python" bench/own_answers.py --verifier "$verifier" --prompts "$@" --engine vllm \
+  one own-answers 1500 "$gpu" "$python" bench/own_answers.py --verifier "$verifier" --prompts "$@" --engine vllm \
     --questions "$out/questions.jsonl" --samples 2000 --steps 3000 --max-new-tokens 192 \
-    --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work $shm/own --keep "$out/drafter" --json "$out/own-answers.json"
+    --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work "$out/own" --keep "$out/drafter" --json "$out/own-answers.json"
 }
 
 serving() {
-  [ -e "$out/drafter/config.json" ] || return 0
-  one serve 300 "$1" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts $shm/own/prompts/heldout/*.jsonl \
+  [ -e "$out/drafter/config.json" ] || { echo "no drafter, so no serving figure" >>"$out/progress"; return 0; }
+  one serve 300 "$1" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts "$out"/own/prompts/heldout/*.jsonl \
     --draft-tokens 3 --batch-sizes 1 8 --logs "$out" --json
 }
 

@@ -252,6 +252,7 @@ def measure(a: argparse.Namespace, d: dict[str, Any], work: Path) -> dict[str, A
         "draft_tokens": result["draft_tokens"],
         "prompts": a.samples,
         "questions": len(train),
+        "made_up": len(a.questions.read_text(encoding="utf-8").splitlines()) if a.questions else 0,
         "trained": {name: sides[name].metrics("train") for name in names},
         "prepared": {name: {k: sides[name].metrics("prepare")[k] for k in ("samples", "tokens")} for name in sides},
         "seconds": {name: side.seconds for name, side in sides.items()},
@@ -317,6 +318,7 @@ def main() -> None:
     found["seconds_total"] = round(time.monotonic() - started, 1)
     print(
         f"{a.verifier.name} on {a.device}, engine {a.engine}: {a.samples} training prompts from {found['questions']} questions,"
+        + (f" {found['made_up']} made-up ones," if found["made_up"] else "")
     )
     print(f"{a.steps} steps a side; {found['heldout_samples']} held-out prompts, {found['draft_tokens']} draft tokens")
     print("acceptance length on the verifier's own greedy answers")

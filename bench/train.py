@@ -7,7 +7,8 @@
 
 States are random: speed does not depend on them, and both must then show the same falling loss. Both are read the same way, from
 their records on the `speculators.metrics` logger with the time they came, and without the first --skip steps, in which they
-compile and the library uses up what its 8 workers loaded meanwhile. The library's own step_ms and fetch_ms are not used: where it
+compile and the library uses up what its 8 workers loaded meanwhile: one batch each, not the four of its default, which a loader
+that is a little too slow takes 200 steps to use up. The library's own step_ms and fetch_ms are not used: where it
 does not log every step they hold what the GPU had still to do of the step before. --json FILE writes what was printed.
 """
 
@@ -243,9 +244,10 @@ def library_arguments(args: argparse.Namespace, shape: dict, root: Path) -> list
         *("--mask-token-id", "0"),  # unused by EAGLE-3, but looked for in a tokenizer when not given
         *("--epochs", "1", "--max-steps", str(args.steps), "--optimizer", args.optimizer),
         *("--lr", str(args.lr), "--muon-lr", str(args.lr), "--weight-decay", "0", "--muon-weight-decay", "0"),
-        *("--scheduler-type", "linear", "--scheduler-warmup-steps", str(int(0.1 * args.steps))),
-        *("--scheduler-total-steps", str(args.steps)),
-        *("--num-workers", str(args.library_workers), "--loss-implementation", "eager", "--log-freq", "5"),
+        *("--scheduler-type", "linear", "--scheduler-warmup-steps", str(int(0.1 * (args.steps + args.profile)))),
+        *("--scheduler-total-steps", str(args.steps + args.profile)),  # ours goes on for the trace
+        *("--num-workers", str(args.library_workers), "--prefetch-factor", "1"),
+        *("--loss-implementation", "eager", "--log-freq", "5"),
         *("--full-attention-indices", "0", "--train-data-ratio", "0.99"),
     ]
 
@@ -322,11 +324,25 @@ def compare(args: argparse.Namespace) -> dict:
         for name in ("data", "library"):
             (root / name).symlink_to(made / name)
         if args.only != "library":
-            child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl", args.gpus, alone_from=args.skip - 5)
+            child(
+                root,
+                "ours",
+                json.dumps(settings_of(args, shape)),
+                root / "ours.jsonl",
+                args.gpus,
+                alone_from=max(0, args.skip - 20),
+            )
             found["ours"] = show("ours", summary(root / "ours.jsonl", args.skip, args.steps))
         if library:
             arguments = json.dumps(library_arguments(args, shape, root))
-            child(root, "library", arguments, root / "library.jsonl", until=(args.steps - 6) // 5 * 5, alone_from=args.skip - 5)
+            child(
+                root,
+                "library",
+                arguments,
+                root / "library.jsonl",
+                until=(args.steps - 6) // 5 * 5,
+                alone_from=max(0, args.skip - 20),
+            )
             found["library"] = show("library", summary(root / "library.jsonl", args.skip, args.steps))
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -390,7 +406,7 @@ def main() -> None:
         "--skip",
         type=int,
         default=50,
-        help="steps before the measurement: the library compiles, and has 32 batches ready by then",
+        help="steps before the measurement: compiling, and what the library's workers have ready by then",
     )
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--samples", type=int, default=640)
