@@ -197,7 +197,7 @@ def test_finished_runs_of_other_settings_are_removed(world, work):
 def test_other_code_does_not_continue_what_this_code_computed(world, work, monkeypatch, capsys):
     """A corrected loss must not be answered with the checkpoint of the wrong one."""
     runs, ours = Path(".dvc/tmp/eagle3dvc/train"), train.CODE_HASH
-    logs: list[dict] = [{} for _ in range(5)]
+    logs: list[dict] = [{} for _ in range(4)]
     build(world, log=logs[0], max_steps=4)
     monkeypatch.setattr(train, "CODE_HASH", "other")
     build(world, log=logs[1], max_steps=4)
