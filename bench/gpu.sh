@@ -63,7 +63,8 @@ share() {
     --json "$out/train-$1.json"
 }
 
-# drafter GPU PROMPTS... (its limits count the time that it stands still): learns the verifier's own answers, to questions of its own and to pairs of the files' questions
+# drafter GPU PROMPTS...: learns the verifier's own answers, to questions of its own and to pairs of the files' questions. Its limits
+# count the time that it stands still.
 drafter() {
   local gpu=$1
   shift
@@ -76,7 +77,8 @@ drafter() {
     --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024, "gpu_memory_utilization": 0.2}'
   one own-answers 1500 "$gpu" "$python" bench/own_answers.py --verifier "$verifier" --prompts "$@" --engine vllm \
     --questions "$out/questions.jsonl" --samples 2000 --steps 3000 --max-new-tokens 192 \
-    --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work "$out/own" --keep "$out/drafter" --json "$out/own-answers.json"
+    --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work "$out/own" \
+    --keep "$out/drafter" --json "$out/own-answers.json"
 }
 
 serving() {

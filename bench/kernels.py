@@ -1,4 +1,4 @@
-"""What a GPU did in a stretch of a program: its kernels, and the gaps between them (used by --profile of the other benchmarks)."""
+"""What a GPU did in a stretch of a program (--profile of the other benchmarks), and having it alone while something is timed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def after() -> None:
 
 
 class Trace:
-    """Records what the GPUs of this process do from `start` to `stop`; launches are recorded too, other work of the CPU is not."""
+    """Records what the GPUs of this process do until `stop`; launches are recorded too, other work of the CPU is not."""
 
     def __init__(self) -> None:
         import torch
@@ -84,9 +84,9 @@ def summary(events: list[dict[str, Any]], units: float, top: int = 14) -> str:
     for name, times in sorted(by_name.items(), key=lambda x: -sum(x[1]))[:top]:
         lines.append(f"  {sum(times) / 1e3 / units:9.3f} ms in {len(times) / units:8.1f} calls  {name[:110]}")
     lines.append("gaps, by the kernel before and the one after")
-    for (before, after), times in sorted(gaps.items(), key=lambda x: -sum(x[1]))[:8]:
+    for (one, other), times in sorted(gaps.items(), key=lambda x: -sum(x[1]))[:8]:
         mean = sum(times) / len(times) / 1e3
-        lines.append(f"  {sum(times) / 1e3 / units:9.3f} ms, {mean:.3f} each  {before[:60]} -> {after[:60]}")
+        lines.append(f"  {sum(times) / 1e3 / units:9.3f} ms, {mean:.3f} each  {one[:60]} -> {other[:60]}")
     calls: dict[str, list[float]] = defaultdict(list)
     for e in events:
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "dur" in e:

@@ -272,10 +272,9 @@ def summary(path: Path, skip: int, last_step: int) -> dict:
     }
 
 
-def child(
-    root: Path, kind: str, payload: str, records: Path, processes: int = 1, until: int | None = None, alone_from: int = 0
-) -> None:
-    """Run one side; it has the GPU alone (kernels.alone) from the record of step `alone_from` on. until: the step after whose record it is ended (the library would go on to validate and save)."""
+def child(root: Path, kind: str, payload: str, records: Path, processes: int = 1, until: int | None = None) -> None:
+    """Run one side, which has the GPU alone (kernels.alone) from step ALONE_FROM on. until: the step after whose record it is ended
+    (the library would go on to validate and save)."""
     here = Path(__file__).resolve()
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))} if processes > 1 else {}
@@ -284,7 +283,6 @@ def child(
         **os.environ,
         "PYTHONPATH": f"{here.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
         "DVC_ROOT": str(root),
-        "ALONE_FROM": str(alone_from),
     }
     command = [sys.executable, *launch, str(here), "--child", kind, payload, str(records)]
     process = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True)
@@ -315,6 +313,7 @@ def compare(args: argparse.Namespace) -> dict:
     root = Path(tempfile.mkdtemp(prefix="bench-train-", dir=args.dir))
     made = Path(args.data) if args.data else root / "made"
     library = args.only != "ours" and args.shape != "tiny"
+    os.environ["ALONE_FROM"] = str(max(0, args.skip - 20))  # for the Records of both sides
     try:
         began = time.time()
         if not (made / "whole").exists():
@@ -324,25 +323,11 @@ def compare(args: argparse.Namespace) -> dict:
         for name in ("data", "library"):
             (root / name).symlink_to(made / name)
         if args.only != "library":
-            child(
-                root,
-                "ours",
-                json.dumps(settings_of(args, shape)),
-                root / "ours.jsonl",
-                args.gpus,
-                alone_from=max(0, args.skip - 20),
-            )
+            child(root, "ours", json.dumps(settings_of(args, shape)), root / "ours.jsonl", args.gpus)
             found["ours"] = show("ours", summary(root / "ours.jsonl", args.skip, args.steps))
         if library:
             arguments = json.dumps(library_arguments(args, shape, root))
-            child(
-                root,
-                "library",
-                arguments,
-                root / "library.jsonl",
-                until=(args.steps - 6) // 5 * 5,
-                alone_from=max(0, args.skip - 20),
-            )
+            child(root, "library", arguments, root / "library.jsonl", until=(args.steps - 6) // 5 * 5)
             found["library"] = show("library", summary(root / "library.jsonl", args.skip, args.steps))
     finally:
         shutil.rmtree(root, ignore_errors=True)
