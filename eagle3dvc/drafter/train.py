@@ -59,7 +59,7 @@ HOW |= {"attention"}
 # the code that dvc.yaml names for this stage: what DVC runs again for is not answered from the resume area
 CODE = [
     Path(__file__).with_name(f"{name}.py")
-    for name in ("train", "trainer", "data", "model", "vocab", "acceptance", "checkpoints", "curves", "guards")
+    for name in ("train", "trainer", "data", "optimizers", "model", "vocab", "acceptance", "checkpoints", "curves", "guards")
 ]
 OF = "OF"  # in a run's folder: its Inputs.digest
 

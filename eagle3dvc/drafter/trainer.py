@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from speculators.train import trainer as library
 from speculators.train.trainer import Trainer, TrainerConfig, _all_reduce_metrics
 from speculators.train.utils import normalize_counted_metrics
 
 from eagle3dvc import stage
+from eagle3dvc.drafter import optimizers
 from eagle3dvc.drafter.acceptance import Acceptance, checked, count, merge
 from eagle3dvc.drafter.checkpoints import Store
 from eagle3dvc.drafter.data import Loader, Plan
@@ -120,6 +122,14 @@ class DrafterTrainer(Trainer):
             )
         # signals are agreed on through host memory: through the GPU every step would wait for it
         self._host_group = dist.new_group(backend="gloo") if self.is_distributed and self.device.type == "cuda" else None
+
+    def setup_optimizer(self) -> None:
+        theirs = library.build_optimizers
+        library.build_optimizers = lambda model, config: optimizers.build(model, config, self.device)
+        try:
+            super().setup_optimizer()  # the schedules are the library's
+        finally:
+            library.build_optimizers = theirs
 
     # state
 

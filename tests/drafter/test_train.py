@@ -333,6 +333,19 @@ def test_two_processes_take_the_same_steps_as_one(world, work, one_process, monk
 
 
 @pytest.mark.slow
+def test_two_processes_share_muons_work(world, work, monkeypatch):
+    """Each orthogonalizes some of the matrices; all matrices are stepped in both, as one process does."""
+    muon = {**TWO, "optimizer": "muon", "learning_rate": 0.02, "muon_learning_rate": 0.02, "draft_intermediate_size": 96}
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    build(world, out="one", **muon)
+    train.torchrun(params(**muon), {"out": str(work / "two"), "curves": str(work / "two-curves"), **world.folders}, 2, {})
+    a, b = load_file("one/last/model.safetensors"), load_file("two/last/model.safetensors")
+    for name in a:
+        assert torch.allclose(a[name].float(), b[name].float(), rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.slow
 def test_the_process_at_fault_is_heard(world, work, monkeypatch):
     """Two processes: a bad sample of the second one is named, and so is the error of the one that fails first."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{work}")
