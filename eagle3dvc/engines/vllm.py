@@ -178,6 +178,7 @@ class VllmEngine:
         self._preemptions = self._earlier_preemptions = 0
         self._retried = False
         self._engine: Any = None
+        self._others = vllm_compat.open_sockets()  # that are not the engine's
         try:
             self._start()
         except OutOfMemory as e:
@@ -190,6 +191,7 @@ class VllmEngine:
 
         if has_kv_transfer_group():
             raise RuntimeError("a vLLM engine is open in this process: close it first")
+        self._others = vllm_compat.open_sockets()
         with _engine_log("loading the verifier into vLLM") as log:
             try:
                 self._engine = vllm_compat.new_engine(self.args)
@@ -209,9 +211,10 @@ class VllmEngine:
 
     def _drop(self) -> None:
         engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.engine_core.shutdown()
-            del engine
+        with vllm_compat.sockets_closed(self._others):
+            if engine is not None:
+                engine.engine_core.shutdown()
+                del engine
         gc.collect()
         vllm_compat.clean_up()
 

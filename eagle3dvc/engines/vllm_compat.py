@@ -13,8 +13,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -146,6 +148,29 @@ def add_request(engine: Any, request_id: str, token_ids: Sequence[int], params: 
     from vllm.inputs import tokens_input
 
     engine.add_request(request_id, tokens_input(list(token_ids)), params)
+
+
+def open_sockets() -> weakref.WeakSet[Any]:
+    """The ZeroMQ sockets of this process that are open: vLLM has some for every worker process."""
+    import zmq
+
+    return weakref.WeakSet(o for o in gc.get_objects() if isinstance(o, zmq.Socket) and not o.closed)
+
+
+@contextlib.contextmanager
+def sockets_closed(others: weakref.WeakSet[Any]) -> Iterator[None]:
+    """Holds the sockets of the engine that is shut down inside, all but `others`, and closes them at the end.
+
+    vLLM 0.26 leaves that to garbage collection, which may end a socket's context before the socket; pyzmq then waits for the socket to
+    be closed, forever. 0.32 closes them itself.
+    """
+    gc.unfreeze()  # vLLM has hidden what it made from the collector, and so from gc.get_objects
+    held = list(open_sockets() - others)
+    try:
+        yield
+    finally:
+        for socket in held:
+            socket.close(linger=0)
 
 
 def clean_up() -> None:
