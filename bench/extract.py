@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
@@ -255,13 +256,14 @@ def ours(args, folder: Path, out: Path) -> dict:
             requests.append(ShardRequest(key, part, header, info.hidden_size, out / f"{key}.safetensors"))
         last = [0.0]
         engine.on_tokens = lambda tokens: last.__setitem__(0, time.perf_counter())
-        started, done, kept = time.perf_counter(), [], []
-        for shard in engine.extract(requests):
-            done.append(shard)
-            kept.append(shard.path)
-            if not keep and len(kept) > 2:  # a benchmark of 30 GB must not need 30 GB
-                kept.pop(0).unlink()
-        ended = time.perf_counter()
+        with ThreadPoolExecutor(1) as remover:  # removing a large file takes a tenth of a second, which is not the engine's
+            started, done, kept = time.perf_counter(), [], []
+            for shard in engine.extract(requests):
+                done.append(shard)
+                kept.append(shard.path)
+                if not keep and len(kept) > 2:  # a benchmark of 30 GB must not need 30 GB
+                    remover.submit(kept.pop(0).unlink)
+            ended = time.perf_counter()
         return ended - started, ended - last[0], done, kept
 
     run(samples_of(args, 1, args.warmup), False)
