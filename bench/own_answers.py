@@ -95,8 +95,8 @@ def settings(a: argparse.Namespace, d: dict[str, Any], name: str, sources: list[
     """What differs from the project's params.yaml."""
     on_gpu = a.device == "cuda"
     extract: dict[str, Any] = {"engine": a.engine, "dtype": d["dtype"], "batch_tokens": 8192 if on_gpu else 2048}
-    if on_gpu:  # the three folders share the GPU and each engine lives a minute, so no time goes into compiling
-        extract |= {"enforce_eager": True, "gpu_memory_utilization": 0.25, "max_num_seqs": 512}
+    if on_gpu:  # the folders share the GPU; for few answers an engine lives a minute, which compiling would double
+        extract |= {"enforce_eager": not a.questions, "gpu_memory_utilization": 0.25, "max_num_seqs": 512}
         extract |= {"engine_args": {"kv_cache_memory_bytes": 12 << 30}}
     else:
         extract |= {"max_num_seqs": 32, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}

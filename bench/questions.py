@@ -35,13 +35,11 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(a.verifier)
     prefix, end = user_prefix(tokenizer)
-    settings = {"max_model_len": len(prefix) + a.max_new_tokens, "enforce_eager": True, "skip_tokenizer_init": True}
+    settings = {"max_model_len": len(prefix) + a.max_new_tokens, "skip_tokenizer_init": True}
     llm = LLM(a.verifier, **settings, **a.engine_args)
-    sampling = SamplingParams(
-        n=a.count, temperature=1.0, top_p=0.99, max_tokens=a.max_new_tokens, stop_token_ids=end, seed=0, detokenize=False
-    )
-    (found,) = llm.generate([tokens_input(prefix)], sampling)
-    texts = [tokenizer.decode(o.token_ids, skip_special_tokens=True).strip() for o in found.outputs]
+    sampling = {"temperature": 1.0, "top_p": 0.99, "max_tokens": a.max_new_tokens, "stop_token_ids": end, "detokenize": False}
+    found = llm.generate([tokens_input(prefix)] * a.count, [SamplingParams(seed=i, **sampling) for i in range(a.count)])
+    texts = [tokenizer.decode(o.outputs[0].token_ids, skip_special_tokens=True).strip() for o in found]
     kept = list(dict.fromkeys(t for t in texts if len(t) > 15))
     a.out.parent.mkdir(parents=True, exist_ok=True)
     a.out.write_text("".join(json.dumps({"turns": [t]}) + "\n" for t in kept), encoding="utf-8")
