@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every figure that needs a GPU. Two lanes: what is timed, and making a drafter for the serving figure, which is not. With two GPUs each
-# lane has one, and what wants both comes last; with one GPU the second lane is stopped while something is timed. Each benchmark has a
-# log and a JSON file in OUT; OUT/progress says what began and ended, when, how. The most important comes first: stop it when time ends.
+# lane has one, and the second is stopped while both GPUs are timed; with one GPU it is stopped while anything is timed. Each benchmark
+# has a log and a JSON file in OUT; OUT/progress says what began and ended, when, how. The most important comes first: stop it when time
+# ends.
 # Some 60 GB in /dev/shm and 50 GB in OUT.
 #
 #   bench/gpu.sh OUT [VERIFIER PROMPTS.jsonl ...]
@@ -37,6 +38,10 @@ one() {
   echo "$(($(date +%s) - begun)) s: $name ended with $rc after $(($(date +%s) - at)) s" >>"$out/progress"
   eval "${BENCH_AFTER:-}"  # also where it was killed while the other lane stood still
   return $rc
+}
+
+muon() {
+  one muon 120 "$1" "$python" bench/muon.py
 }
 
 training() {
@@ -76,38 +81,46 @@ drafter() {
   one questions 500 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 20000 --out "$out/questions.jsonl" \
     --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024, "gpu_memory_utilization": 0.2}'
   one own-answers 1500 "$gpu" "$python" bench/own_answers.py --verifier "$verifier" --prompts "$@" --engine vllm \
-    --questions "$out/questions.jsonl" --samples 2000 --steps 3000 --max-new-tokens 192 \
+    --questions "$out/questions.jsonl" --samples 2000 --steps 2500 --max-new-tokens 192 \
     --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work "$out/own" \
     --keep "$out/drafter" --json "$out/own-answers.json"
 }
 
 serving() {
+  local runner
   [ -e "$out/drafter/config.json" ] || { echo "no drafter, so no serving figure" >>"$out/progress"; return 0; }
-  one serve 300 "$1" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts "$out"/own/prompts/heldout/*.jsonl \
-    --draft-tokens 3 --batch-sizes 1 8 --logs "$out" --json
+  for runner in 1 0; do  # vLLM's second model runner, with the drafting in CUDA graphs (its default from 0.32 on), and its first
+    VLLM_USE_V2_MODEL_RUNNER=$runner one "serve-v2-$runner" 300 "$1" "$python" bench/serve.py --verifier "$verifier" \
+      --drafter "$out/drafter" --prompts "$out"/own/prompts/heldout/*.jsonl --draft-tokens 3 --batch-sizes 1 8 \
+      --logs "$out/serve-v2-$runner" --json
+  done
 }
 
-if [ "$gpus" -ge 2 ]; then
-  drafter 1 "${prompts[@]}" &
+if [ "$verifier" ]; then
+  export -f one drafter serving
+  gpu=$((gpus >= 2))
+  setsid bash -c 'drafter "$@" && { [ "$1" = 0 ] || serving "$1"; }' lane $gpu "${prompts[@]}" &
   other=$!
-  training 0
-  llama 0
-  share 1 0
-  wait $other
-  share 2 0,1
-  one states-tp 400 0,1 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
-else
-  export -f one drafter
-  setsid bash -c 'drafter "$@"' drafter 0 "${prompts[@]}" &
-  other=$!
-  export BENCH_BEFORE="pkill -STOP -s $other" BENCH_AFTER="pkill -CONT -s $other"
-  training 0
-  llama 0
-  wait $other
-  unset BENCH_BEFORE BENCH_AFTER
+  stop="pkill -STOP -s $other" go="pkill -CONT -s $other"
+  [ "$gpus" -ge 2 ] || export BENCH_BEFORE=$stop BENCH_AFTER=$go
 fi
-serving 0
+muon 0
+training 0
+llama 0
+if [ "$gpus" -ge 2 ]; then
+  share 1 0
+  [ -z "$verifier" ] || export BENCH_BEFORE=$stop BENCH_AFTER=$go
+  share 2 0,1
+  unset BENCH_BEFORE BENCH_AFTER
+  one states-tp 400 0,1 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
+  deepseek 0
+fi
+[ -z "$verifier" ] || wait $other
+unset BENCH_BEFORE BENCH_AFTER
+[ "$gpus" -ge 2 ] || serving 0
 walk 0
-deepseek 0
-[ "$gpus" -ge 2 ] || one states 300 0 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
+if [ "$gpus" -lt 2 ]; then
+  deepseek 0
+  one states 300 0 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
+fi
 echo "$(($(date +%s) - begun)) s: done" >>"$out/progress"

@@ -6,7 +6,9 @@ import json
 import os
 import tempfile
 import time
-from collections import defaultdict
+import traceback
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +33,28 @@ def before() -> None:
 def after() -> None:
     if command := os.environ.get("BENCH_AFTER"):
         os.system(command)
+
+
+@contextmanager
+def waits() -> Iterator[Counter]:
+    """Where the program waits for the GPU inside: {innermost lines of code: times}, filled at the end."""
+    import torch
+
+    found: Counter = Counter()
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            lines = [f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in traceback.extract_stack()[:-1]]
+            found[" < ".join(line for line in lines[::-1] if not line.startswith("warnings.py"))[:400]] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 class Trace:

@@ -108,7 +108,8 @@ def make_data(root: Path, shape: dict, samples: int, length: int, per_sample_fil
         tokens, mask = rng.integers(3, shape["draft"], int(n)).astype(np.int32), np.ones(int(n), dtype=bool)
         mask[:8] = False
         rows.append(Sample(sample_id(tokens, mask), tokens, mask, "bench", "train"))
-    rows[-2:] = [Sample(s.sample_id, s.token_ids, s.loss_mask, s.source, "heldout") for s in rows[-2:]]
+    s = rows[-1]  # one held-out sample: every other length would be compiled for
+    rows[-1] = Sample(s.sample_id, s.token_ids, s.loss_mask, s.source, "heldout")
     for name in ("data/prompts", "data/hidden_states", "library/hidden_states"):
         (root / name).mkdir(parents=True)
     writer = ShardWriter(root / "data/prompts", 32)
@@ -190,15 +191,20 @@ def run_ours(settings: str, records: str) -> None:
 
 
 def _trace_steps(first: int, last: int) -> None:
-    """Trace the GPU from after step `first` to step `last` and print what it did in each of them."""
+    """Print where step `first` waits for the GPU, and what the GPU did in each step after it, up to `last`."""
     from eagle3dvc.drafter.trainer import DrafterTrainer
 
     plain, trace = DrafterTrainer.train_step, []
 
     def traced(self: DrafterTrainer, loader: object) -> None:
-        if self.global_step == first:
-            trace.append(kernels.Trace())
-        plain(self, loader)
+        if self.global_step == first - 1 and self.device.type == "cuda":
+            with kernels.waits() as found:
+                plain(self, loader)
+            print("ours, waits for the GPU in a step:", *(f"\n  {n} x {place}" for place, n in found.most_common()), flush=True)
+        else:
+            if self.global_step == first:
+                trace.append(kernels.Trace())
+            plain(self, loader)
         if self.global_step == last:
             print("ours, ms a step:", kernels.summary(trace.pop().stop(), last - first, 30), flush=True)
 
@@ -230,7 +236,7 @@ def settings_of(args: argparse.Namespace, shape: dict) -> dict:
     found = {"max_samples": args.samples, "train": train}
     if args.profile:
         train["max_steps"] += args.profile
-        found["traced"] = [args.steps, args.steps + args.profile]
+        found["traced"] = [args.steps + 1, args.steps + args.profile]
     return found
 
 
@@ -403,7 +409,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--only", choices=["ours", "library"])
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="then trace the GPU for N more of our steps")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="then look at N more of our steps")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="where the data is made")
     parser.add_argument(
