@@ -3,9 +3,9 @@
 # lane has one, and the second is stopped while both GPUs are timed; with one GPU it is stopped while anything is timed. Each benchmark
 # has a log and a JSON file in OUT; OUT/progress says what began and ended, when, how. The most important comes first: stop it when time
 # ends.
-# Some 60 GB in /dev/shm and 50 GB in OUT.
+# Some 110 GB in /dev/shm and 5 GB in OUT.
 #
-#   bench/gpu.sh OUT [VERIFIER PROMPTS.jsonl ...]
+#   bench/gpu.sh OUT [VERIFIER PROMPTS.jsonl ...]        # SKIP="train walk" leaves out what is not wanted, by the logs' names
 #
 # VERIFIER is a folder in Hugging Face's layout for the serving figure (left out without it); it may arrive while the rest runs: it is
 # waited for until OUT/no-verifier exists. To outlive a connection: setsid nohup bench/gpu.sh OUT ... &
@@ -23,7 +23,8 @@ python=${PYTHON:-python}
 export out verifier python
 gpus=$(nvidia-smi -L | grep -c GPU)
 shm=/dev/shm
-rm -rf "$out/own" "$out/drafter"  # of an earlier call
+rm -rf $shm/own
+rm -rf "$out/drafter"  # of an earlier call
 begun=$(date +%s)
 export shm begun
 
@@ -31,6 +32,7 @@ export shm begun
 one() {
   local name=$1 limit=$2 devices=$3 rc at
   shift 3
+  case " ${SKIP:-} " in *" $name "*) return 0 ;; esac
   at=$(date +%s)
   echo "$((at - begun)) s: $name begins on GPU $devices" >>"$out/progress"
   CUDA_VISIBLE_DEVICES=$devices timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1
@@ -81,23 +83,29 @@ drafter() {
   one questions 500 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 20000 --out "$out/questions.jsonl" \
     --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024, "gpu_memory_utilization": 0.2}'
   one own-answers 1500 "$gpu" "$python" bench/own_answers.py --verifier "$verifier" --prompts "$@" --engine vllm \
-    --questions "$out/questions.jsonl" --samples 2000 --steps 2500 --max-new-tokens 192 \
-    --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work "$out/own" \
+    --questions "$out/questions.jsonl" --samples 2000 --steps 2500 --max-new-tokens 256 \
+    --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work $shm/own \
     --keep "$out/drafter" --json "$out/own-answers.json"
 }
 
+# serve NAME GPU [ARGUMENTS...]
+serve() {
+  local name=$1 gpu=$2
+  shift 2
+  one "$name" 300 "$gpu" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts $shm/own/prompts/heldout/*.jsonl \
+    --draft-tokens 3 --logs "$out/$name-logs" --json "$@"
+}
+
 serving() {
-  local runner
   [ -e "$out/drafter/config.json" ] || { echo "no drafter, so no serving figure" >>"$out/progress"; return 0; }
-  for runner in 1 0; do  # vLLM's second model runner, with the drafting in CUDA graphs (its default from 0.32 on), and its first
-    VLLM_USE_V2_MODEL_RUNNER=$runner one "serve-v2-$runner" 300 "$1" "$python" bench/serve.py --verifier "$verifier" \
-      --drafter "$out/drafter" --prompts "$out"/own/prompts/heldout/*.jsonl --draft-tokens 3 --batch-sizes 1 8 \
-      --logs "$out/serve-v2-$runner" --json
-  done
+  # vLLM's second model runner (its default for many models, for all from 0.32 on), its first, and without CUDA graphs
+  VLLM_USE_V2_MODEL_RUNNER=1 serve serve "$1" --batch-sizes 1 8
+  VLLM_USE_V2_MODEL_RUNNER=0 serve serve-v1 "$1"
+  serve serve-eager "$1" --engine-args '{"enforce_eager": true}' --samples 12
 }
 
 if [ "$verifier" ]; then
-  export -f one drafter serving
+  export -f one drafter serve serving
   gpu=$((gpus >= 2))
   setsid bash -c 'drafter "$@" && { [ "$1" = 0 ] || serving "$1"; }' lane $gpu "${prompts[@]}" &
   other=$!
