@@ -35,7 +35,7 @@ def _require_watched(block: Any, name: str, local: list[str]) -> Any:
 
 
 class Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DemoVerifier(Block):
@@ -137,6 +137,15 @@ class Extract(Block):
     push_while_extracting: bool = False
     allow_recompute: bool = False
     workers: Positive = 1
+
+    @model_validator(mode="after")
+    def _environment(self):
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(
+                    f"extract.env names {name!r}: a name is not empty and has no =, and neither it nor its value a NUL"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ascending(self):

@@ -17,7 +17,7 @@ class ShardProgress:
 
     def __init__(self, title: str, shards: int, tokens: int, unit: str = "shards"):
         self.title, self.shards, self.tokens, self.unit = title, shards, tokens, unit
-        self.done_shards = self.done_tokens = self.done_bytes = self.computed = 0
+        self.done_shards = self.done_tokens = self.done_bytes = self.computed = self.made = 0
         self._console = Console(stderr=True)
         self._bar = None
         if self._console.is_terminal:
@@ -46,9 +46,11 @@ class ShardProgress:
         self.computed += tokens
         self._show()
 
-    def advance(self, tokens: int, nbytes: int) -> None:
+    def advance(self, tokens: int, nbytes: int, made: int | None = None) -> None:
+        """made: how many tokens it came to, where `tokens` is what it could have come to."""
         self.done_shards += 1
         self.done_tokens += tokens
+        self.made += tokens if made is None else made
         self.done_bytes += nbytes
         self._show()
 
@@ -56,7 +58,7 @@ class ShardProgress:
         tokens = max(self.done_tokens, self.computed)
         seconds = max(time.monotonic() - self.started, 1e-9)
         text = (
-            f"{self.done_shards}/{self.shards} {self.unit}, {tokens / seconds:,.0f} tok/s, "
+            f"{self.done_shards}/{self.shards} {self.unit}, {max(self.made, self.computed) / seconds:,.0f} tok/s, "
             f"{self.done_bytes / seconds / 1e6:,.1f} MB/s"
         )
         if self._bar:

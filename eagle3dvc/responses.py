@@ -380,7 +380,7 @@ class Responder:
                 self.store.add(prompts[k], answer)
                 self._work["generated"] += 1
                 self._work["tokens_generated"] += len(ids)
-                progress.advance(limits[k], 4 * len(ids))
+                progress.advance(limits[k], 4 * len(ids), len(ids))
 
             began = time.monotonic()
             engine.generate(

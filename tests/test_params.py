@@ -48,6 +48,11 @@ def test_params_yaml_names_every_key_and_repeats_the_defaults():
         ({"verifier": {"demo": {"heads": 7}}}, r"heads = 7 does not divide"),
         ({"train": {"gpus": "x"}}, r"train.gpus = 'x' must be one of 'auto' or must be a valid integer"),
         ({"train": 3}, r"train = 3 must be a valid"),
+        ({"train": {"learning_rate": float("nan")}}, r"train.learning_rate = nan must be a finite number"),
+        ({"prepare": {"temperature": float("inf")}}, r"prepare.temperature = inf must be a finite number"),
+        ({"extract": {"env": {"A=B": "1"}}}, r"extract.env names 'A=B': a name is not empty and has no ="),
+        ({"extract": {"env": {"": "1"}}}, r"extract.env names ''"),
+        ({"extract": {"env": {"A": "1\0"}}}, r"extract.env names 'A'.* a NUL"),
     ],
 )
 def test_bad_value(data, message):

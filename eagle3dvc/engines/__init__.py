@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,6 +77,7 @@ def choose(params: Params, info: VerifierInfo) -> str:
 
     import torch
 
+    os.environ.update(params.extract.env)  # before vLLM is imported
     # On CPU vLLM's start-up of over a minute outweighs its speed for the small verifiers that fit there.
     if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
         return "transformers"
@@ -93,8 +96,13 @@ def make(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) -> Engine
                 f"extract.workers = {params.extract.workers} needs Ray ({e}): pip install 'ray>=2.40', or set extract.workers to 1"
             ) from e
         return RayEngine(params, info, layer_ids)
+    os.environ.update(params.extract.env)
     name = choose(params, info)
     if name == "transformers":
+        if params.extract.engine_args:
+            print(
+                "note: extract.engine_args is for vLLM, the transformers engine does not read it", file=sys.stderr, flush=True
+            )
         from eagle3dvc.engines.transformers import TransformersEngine
 
         return TransformersEngine(params, info, layer_ids)

@@ -62,6 +62,13 @@ OWN_ARGS = {
     "kv_transfer_config": None,
     "worker_extension_cls": None,
     "data_parallel_size": None,
+    "max_model_len": "prepare.max_length",
+    # the states, or the answers, would be another model's under the same key
+    **dict.fromkeys(
+        "hf_overrides hf_config_path config_format model_class_overrides model_weights quantization_config runner convert "
+        "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype disable_sliding_window pooler_config generation_config "
+        "override_generation_config logits_processors spec_method spec_model spec_tokens scheduler_cls worker_cls".split()
+    ),
 }
 _MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|No available memory for the cache|Free memory on device|larger than the available KV cache"
@@ -120,7 +127,8 @@ def engine_args(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) ->
         "worker_extension_cls": "eagle3dvc.engines.vllm_connector.WorkerCalls",
     }
     if not torch.cuda.is_available():
-        args |= vllm_compat.cpu_args(info.model_type, e.dtype, args["max_model_len"], batched)
+        sampled = params.prepare.responses == "verifier" and params.prepare.temperature > 0
+        args |= vllm_compat.cpu_args(info.model_type, e.dtype, args["max_model_len"], batched, sampled)
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     for name, value in e.engine_args.items():
         if name in OWN_ARGS:
@@ -160,6 +168,8 @@ class VllmEngine:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         # Sampling with a seed for each request is not FlashInfer's, yet it compiles its sampler at the first start (90 s on an H200).
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        # One position more than samples have is asked for, and never computed; prepare refuses what the verifier cannot read.
+        os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("DO_NOT_TRACK", "1")
         if not torch.cuda.is_available() and params.extract.tensor_parallel_size > 1:

@@ -94,8 +94,8 @@ def cache_group(kv_cache_config: Any) -> tuple[int, int]:
     return found[0]
 
 
-def cpu_args(model_type: str, dtype: str, max_model_len: int, batched: int) -> dict[str, Any]:
-    """Engine arguments that only a CPU needs."""
+def cpu_args(model_type: str, dtype: str, max_model_len: int, batched: int, sampled: bool) -> dict[str, Any]:
+    """Engine arguments that only a CPU needs. sampled: answers have a temperature, and so a seed each."""
     import os
 
     # vLLM takes 0.9 of a CPU machine's memory for its cache, which everything else there needs too.
@@ -105,6 +105,8 @@ def cpu_args(model_type: str, dtype: str, max_model_len: int, batched: int) -> d
         if dtype == "float32" and (minor(installed()) or OLDEST) >= (0, 28):
             args["attention_backend"] = "CPU_MLA"  # the one vLLM prefers takes half precision only
         args["max_num_batched_tokens"] = max(batched, max_model_len)  # no chunked prefill with MLA on CPU
+    if sampled:  # a request's generator is set back after each chunk of its prompt, which generators of a CPU cannot do
+        args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(batched, max_model_len)}
     return args
 
 
@@ -154,7 +156,8 @@ def open_sockets() -> weakref.WeakSet[Any]:
     """The ZeroMQ sockets of this process that are open: vLLM has some for every worker process."""
     import zmq
 
-    return weakref.WeakSet(o for o in gc.get_objects() if isinstance(o, zmq.Socket) and not o.closed)
+    # by its type: isinstance asks the object, which a weak proxy of something gone answers with an error
+    return weakref.WeakSet(o for o in gc.get_objects() if issubclass(type(o), zmq.Socket) and not o.closed)
 
 
 @contextlib.contextmanager
@@ -174,9 +177,12 @@ def sockets_closed(others: weakref.WeakSet[Any]) -> Iterator[None]:
 
 
 def clean_up() -> None:
-    """Give back what an engine in this process held: process groups, device memory."""
+    """Give back what an engine in this process held: the KV connector, where its start failed after that, process groups, device
+    memory."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
 
 

@@ -36,7 +36,7 @@ TIGHT = {
 LENGTHS = [2, MAX_LENGTH, 17, 32, 100, 150, 33, 199, 64, 5]
 
 
-def settings(folder: Path, stored: str = "float32", **extract) -> params.Params:
+def settings(folder: Path, stored: str = "float32", prepare: dict | None = None, **extract) -> params.Params:
     extract = {"engine": "vllm", "dtype": "float32", "stored_dtype": stored, "enforce_eager": True, **extract}
     extract.setdefault("max_num_batched_tokens", 64)
     extract.setdefault("max_num_seqs", 8)
@@ -44,7 +44,7 @@ def settings(folder: Path, stored: str = "float32", **extract) -> params.Params:
         {
             "max_samples": 10,
             "verifier": {"model": str(folder), "watch": str(folder)},
-            "prepare": {"max_length": MAX_LENGTH},
+            "prepare": {"max_length": MAX_LENGTH, **(prepare or {})},
             "extract": extract,
         }
     )
@@ -55,7 +55,7 @@ class World:
 
     def __init__(self, kind: str, folder: Path, **extract):
         self.folder = folder
-        self.model = models.save_model(kind, folder / "model")
+        self.model = models.save_model(kind, folder / "model", positions=MAX_LENGTH)  # samples to the very last position
         self.params = settings(folder / "model", **extract)
         self.info = verifier.build(self.params, folder / "verifier")
         self.ids = verifier.layer_ids(self.info, self.params)
@@ -251,6 +251,43 @@ def test_out_of_memory_at_start_is_retried_once(tmp_path, monkeypatch, capfd):
     with pytest.raises(UserError, match="extract.max_num_batched_tokens, extract.max_num_seqs, extract.gpu_memory_utilization"):
         World("llama", tmp_path, engine_args={"kv_cache_memory_bytes": 100_000})
     assert "starting again with max_num_batched_tokens 32 and max_num_seqs 4" in capfd.readouterr().err
+
+
+@pytest.mark.soak
+def test_out_of_memory_late_in_the_start(tmp_path, monkeypatch, capfd):
+    """When the KV connector is there already: warming up is the last thing that vLLM does, and where a full GPU fails."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    real, starts = CPUWorker.compile_or_warm_up_model, []
+
+    def warm_up(self):
+        starts.append(1)
+        if len(starts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self)
+
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", warm_up)
+    world = World("llama", tmp_path)
+    try:
+        assert "starting again with max_num_batched_tokens 32 and max_num_seqs 4" in capfd.readouterr().err
+        world.check([world.request(models.prompts(LENGTHS))], 1e-5)
+    finally:
+        world.engine.close()
+
+
+@pytest.mark.soak
+def test_sampled_answers_to_long_prompts(tmp_path, monkeypatch):
+    """More prompts than a step's budget: on a CPU a prompt whose request has a seed must not be divided."""
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    world = World("llama", tmp_path, prepare={"responses": "verifier", "temperature": 1.0})
+    try:
+        prompts = [p.tolist() for p in models.prompts([150] * 6, 3)]
+        draw = dict(max_new_tokens=4, stop_token_ids=[257], temperature=1.0, top_p=1.0, seed=0)
+        together = world.engine.generate(prompts, **draw)
+        assert [world.engine.generate([p], **draw)[0] for p in prompts] == together
+    finally:
+        world.engine.close()
 
 
 @pytest.mark.soak

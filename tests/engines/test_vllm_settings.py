@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -211,6 +212,47 @@ def test_engine_args(tmp_path):
         args(engine_args={"max_num_seqs": 5})
     with pytest.raises(UserError, match="extraction depends on its value"):
         args(engine_args={"enable_prefix_caching": True})
+    with pytest.raises(UserError, match="set prepare.max_length instead"):
+        args(engine_args={"max_model_len": 5})
+    for name in ("hf_overrides", "quantization_config", "kv_cache_dtype_skip_layers", "scheduler_cls", "spec_model"):
+        with pytest.raises(UserError, match=f"{name} cannot be set here: extraction depends on its value"):
+            args(engine_args={name: {}})
+
+
+@needs_vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fault of generators on CPUs")
+def test_prompts_of_sampled_answers_are_not_chunked_on_a_cpu(tmp_path):
+    from eagle3dvc.engines.vllm import engine_args
+
+    def args(**prepare):
+        data = {"max_samples": 1, "verifier": {"model": str(tmp_path), "watch": str(tmp_path)}, "extract": {"batch_tokens": 64}}
+        data["prepare"] = {"max_length": 100, "responses": "verifier", **prepare}
+        return engine_args(params.parse(data), SimpleNamespace(folder=tmp_path, source="local", model_type="llama"), [2, 8])
+
+    assert args(temperature=1.0)["enable_chunked_prefill"] is False and args(temperature=1.0)["max_num_batched_tokens"] == 101
+    assert "enable_chunked_prefill" not in args(temperature=0.0) and args(temperature=0.0)["max_num_batched_tokens"] == 64
+
+
+@needs_vllm
+def test_what_is_gone_does_not_hide_the_open_sockets():
+    """The collector's objects hold weak proxies of things that are gone (torch's compiler leaves some)."""
+    import zmq
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    proxy = weakref.proxy(thing)
+    del thing
+    with pytest.raises(ReferenceError):
+        isinstance(proxy, zmq.Socket)
+    socket = zmq.Context().socket(zmq.PUB)
+    try:
+        assert socket in vllm_compat.open_sockets()
+    finally:
+        socket.close()
+        socket.context.term()
+    assert socket not in vllm_compat.open_sockets()
 
 
 @needs_vllm
