@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eagle3dvc.errors import UserError, yaml_problem
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=2**53)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -166,16 +167,16 @@ class Train(Block):
     draft_intermediate_size: Positive | None = None
     draft_config: dict[str, Any] = {}
     draft_vocab_size: Positive = 512
-    ttt_steps: Positive = 3
+    ttt_steps: Annotated[int, Field(ge=1, le=64)] = 3
     ttt_step_loss_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     loss: str = "kl_div"
     norms: Literal["portable", "speculators"] = "portable"
     sliding_window: Positive | None = None
     train_lm_head: bool = True
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 4e-3
-    muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    learning_rate: Rate = 4e-3
+    muon_learning_rate: Rate = 0.02
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     scheduler: Literal["linear", "cosine", "none"] = "cosine"
     warmup_fraction: Fraction = 0.05
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -187,7 +188,7 @@ class Train(Block):
     gradient_checkpointing: bool = False
     compile: bool = True
     attention: Literal["auto", "eager", "sdpa", "flex_attention"] = "auto"
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     gpus: Literal["auto"] | Positive = "auto"
     fsdp: bool = False
     eval_every: Positive | None = None
@@ -197,6 +198,12 @@ class Train(Block):
     verify_checksums: bool = True
     warm_start: str | None = None
     loggers: list[Literal["dvclive", "wandb", "tensorboard", "mlflow"]] = ["dvclive"]
+
+    @model_validator(mode="after")
+    def _folder(self):
+        if self.warm_start is not None and (not self.warm_start.strip() or "\0" in self.warm_start):
+            raise ValueError(f"train.warm_start = {self.warm_start!r} names no folder or revision; null begins afresh")
+        return self
 
 
 class Export(Block):

@@ -37,17 +37,24 @@ def _gram(x: torch.Tensor, tall: bool) -> torch.Tensor:
     return out
 
 
-def orthogonalize(update: torch.Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def orthogonalize(
+    update: torch.Tensor,
+    steps: int = 5,
+    dtype: torch.dtype = torch.float32,
+    eps: float = 1e-7,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+) -> torch.Tensor:
     """What torch.optim.Muon makes of an update [n, m]: its singular vectors, with singular values near 1. Returns `dtype`.
 
     Where the update is wide or tall, its Gram matrix, m x m or n x n, goes through the Newton-Schulz steps in its place: the same
     polynomial of it in two thirds of the work ("Gram Newton-Schulz", dao-lab.ai/blog/2026/gram-newton-schulz; DeepSpeed's default).
-    All matrices of the steps are polynomials of the Gram matrix, so they are symmetric and commute.
+    All matrices of the steps are polynomials of the Gram matrix, so they are symmetric and commute. An update whose norm is below
+    `eps` is taken to have that norm, so that one of nothing moves nothing.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = coefficients
     b, c = b / SCALE**2, c / SCALE**4  # Gram matrices are SCALE^2 times their size
     tall = update.shape[0] > update.shape[1]
-    size = update.norm().clamp(min=1e-30)  # the spectral norm is at most this
+    size = update.norm().clamp(min=eps)  # the spectral norm is at most this
     x = torch.mul(update, SCALE / size, out=torch.empty(update.shape, dtype=dtype, device=update.device))
     if max(x.shape) < WIDE * min(x.shape):
         for _ in range(steps):
@@ -102,7 +109,7 @@ class Muon(torch.optim.Muon):
                 dtype = torch.float16 if p.device.type == "cuda" else torch.float32
                 if owner == rank:
                     update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                    updates.append(orthogonalize(update, group["ns_steps"], dtype))
+                    updates.append(orthogonalize(update, group["ns_steps"], dtype, group["eps"], group["ns_coefficients"]))
                 else:
                     updates.append(torch.empty(p.shape, dtype=dtype, device=p.device))
                 if together:
@@ -127,8 +134,9 @@ def build(model: Any, config: Any, device: torch.device) -> list[torch.optim.Opt
     from speculators.train.optimizers import build_optimizers
 
     found = build_optimizers(model, config)
+    sharded = config.fsdp_shard and dist.is_initialized() and dist.get_world_size() > 1
     for i, o in enumerate(found):
-        if type(o) is torch.optim.Muon and not config.fsdp_shard:
+        if type(o) is torch.optim.Muon and not sharded:
             found[i] = Muon(o.param_groups)
         elif type(o) is torch.optim.AdamW and device.type == "cuda":
             found[i] = torch.optim.AdamW([{**g, "fused": True} for g in o.param_groups], fused=True)

@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -182,11 +183,13 @@ class Inputs:
     warm: Path | None
     on_policy: bool
     digest: str  # of all the above and the settings
+    sharded: bool  # weights and optimizer over several processes
 
     @property
     def key(self) -> str:
-        """32 hex digits that name the run in the resume area: what one version of the code computed, another must not continue."""
-        return hashlib.sha256(f"{self.digest} {CODE_HASH}".encode()).hexdigest()[:32]
+        """32 hex digits that name the run in the resume area: what one version of the code computed, another must not continue, and
+        checkpoints of shards are others."""
+        return hashlib.sha256(f"{self.digest} {CODE_HASH}{' sharded' if self.sharded else ''}".encode()).hexdigest()[:32]
 
 
 def _inputs(params: Params, paths: dict[str, str]) -> Inputs:
@@ -209,9 +212,16 @@ def _inputs(params: Params, paths: dict[str, str]) -> Inputs:
     heldout = usable(data, found, "heldout", max(t.tokens_per_batch, int(data.lengths.max(initial=1))))[: t.eval_samples]
     for name, indices, key in (("training", train, "max_samples"), ("validation", heldout, "prepare.heldout_fraction")):
         if not len(indices):
+            now = (
+                params.max_samples
+                if key == "max_samples"
+                else f"{params.prepare.heldout_fraction}) or max_samples (now {params.max_samples}"
+            )
+            some = len(data.splits["train" if name == "training" else "heldout"])
+            lower = f", or lower train.ttt_steps (now {t.ttt_steps}): the first ttt_steps - 1 tokens of a sample are not learnt"
             raise UserError(
-                f"the {name} split has no sample with a token to learn ({paths['prompts']}): raise {key} (now "
-                f"{params.max_samples if key == 'max_samples' else params.prepare.heldout_fraction}) or max_samples"
+                f"the {name} split has no sample with a token to learn ({paths['prompts']}): raise {key} (now {now})"
+                f"{lower if some and t.ttt_steps > 1 else ''}"
             )
     warm = warm_folder(t.warm_start, layer_ids[:-1], info.name) if t.warm_start else None
     if warm is not None:
@@ -227,7 +237,8 @@ def _inputs(params: Params, paths: dict[str, str]) -> Inputs:
         draft_vocab = vocab.choose(counts, t.draft_vocab_size, vocab.required_ids(paths["verifier"], counts))
     on_policy = params.prepare.responses == "verifier" and params.prepare.temperature == 0
     digest = _digest(params, paths, info, warm, on_policy)
-    return Inputs(info, head, data, layer_ids, found, train, heldout, draft_vocab, warm, on_policy, digest)
+    sharded = t.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return Inputs(info, head, data, layer_ids, found, train, heldout, draft_vocab, warm, on_policy, digest, sharded)
 
 
 def _digest(params: Params, paths: dict[str, str], info: Any, warm: Path | None, on_policy: bool) -> str:
@@ -285,8 +296,9 @@ def _say_if_left(folder: Path, digest: str) -> None:
             continue
         if step:
             print(
-                f"note: {other} has an unfinished run with the same data and settings at step {step}, by other code of training, so "
-                "this one begins anew; unless it is at work elsewhere, go back to that code to continue it, or delete the folder",
+                f"note: {other} has an unfinished run with the same data and settings at step {step}, by other code of training or "
+                "with train.fsdp on several GPUs where this has not (or the other way), so this one begins anew; unless it is at work "
+                "elsewhere, go back to that code or setting to continue it, or delete the folder",
                 file=sys.stderr,
                 flush=True,
             )
@@ -372,6 +384,30 @@ def _attention(train: Any, device: torch.device) -> str:
     return train.attention
 
 
+def _fresh(t: Any, inputs: Inputs, device: torch.device) -> Any:
+    """A drafter that has learnt nothing; raises UserError where the settings of its layers do not go together."""
+    names = (
+        "draft_layers",
+        "draft_heads",
+        "draft_kv_heads",
+        "draft_head_dim",
+        "draft_intermediate_size",
+        "draft_config",
+        "sliding_window",
+    )
+    try:
+        config = model.draft_config(inputs.info, t, inputs.layer_ids)
+        if config.transformer_layer_config.num_hidden_layers < 1:
+            raise ValueError("a drafter has at least one layer")
+        return model.instantiate(config, inputs.head, inputs.vocab, _attention(t, device))
+    except Exception as e:
+        chosen = [f"train.{n} = {getattr(t, n)}" for n in names if getattr(t, n) not in (None, {})]
+        if isinstance(e, UserError | RuntimeError | MemoryError):
+            raise
+        said = next((line.strip() for line in reversed(str(e).splitlines()) if line.strip()), "")
+        raise UserError(f"{', '.join(chosen)} do not make a draft layer: {type(e).__name__}: {said}") from e
+
+
 def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkpoints.Store, on_history: Any):
     """The model and the trainer of this process."""
     from speculators.losses import resolve_loss_config
@@ -381,9 +417,7 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
 
     t = params.train
     torch.manual_seed(params.seed)
-    draft = model.instantiate(
-        model.draft_config(inputs.info, t, inputs.layer_ids), inputs.head, inputs.vocab, _attention(t, device)
-    )
+    draft = _fresh(t, inputs, device)
     if inputs.warm is not None:
         _warm(draft, inputs.warm)
     draft.lm_head.weight.requires_grad_(t.train_lm_head)
@@ -409,6 +443,9 @@ def _trainer(params: Params, inputs: Inputs, device: torch.device, store: checkp
         loss = resolve_loss_config(t.loss, guards.loss_implementation(device, compiled))
     except ValueError as e:
         raise UserError(f"train.loss = {t.loss!r}: {e}") from None
+    weights = [weight for _, weight in loss.values()]
+    if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
+        raise UserError(f"train.loss = {t.loss!r}: its weights must be finite, none of them negative and not all 0")
     call = {"ttt_steps": t.ttt_steps, "ttt_step_loss_decay": t.ttt_step_loss_decay, "loss_config": loss}
     config = TrainerConfig(
         lr=t.learning_rate,

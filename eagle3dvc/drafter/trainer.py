@@ -164,6 +164,7 @@ class DrafterTrainer(Trainer):
     def save(self) -> None:
         """Write a checkpoint of the present step (all processes must call it)."""
         self._drain()
+        self._check_weights()
         tensors, optimizer = self._trained(), self._optimizer_state()
         if self.rank == 0:
             state = {
@@ -197,6 +198,8 @@ class DrafterTrainer(Trainer):
                 for name, value in tensors.items():
                     own[name].copy_(value)
             for o, s in zip(self.optimizers, optimizer["optimizers"], strict=True):
+                for group, saved in zip(o.param_groups, s["param_groups"], strict=True):
+                    saved["fused"] = group.get("fused")  # as this machine has it
                 o.load_state_dict(s)
         for scheduler, s in zip(self.schedulers, optimizer["schedulers"], strict=True):
             scheduler.load_state_dict(s)
@@ -377,6 +380,21 @@ class DrafterTrainer(Trainer):
         self._settle()
         self.clock.seconds += time.perf_counter() - began
 
+    def _check_weights(self) -> None:
+        """Raise UserError where an update left weights that are not finite, though loss and gradient were (all processes come
+        here)."""
+        with torch.no_grad():
+            params = [p for p in self.raw_model.parameters() if p.requires_grad]
+            own = [p.to_local() if hasattr(p, "to_local") else p for p in params]  # of a shard only its part
+            wrong = torch.stack([(~torch.isfinite(p)).any() for p in own]).any().to(torch.int32)
+        if self.is_distributed:
+            dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
+        if wrong:
+            raise UserError(
+                f"the weights are not finite after step {self.global_step}, though loss and gradient are: lower train.learning_rate, "
+                "train.muon_learning_rate or train.weight_decay; nothing of it is kept, the last checkpoint is"
+            )
+
     def _not_finite(self, figures: Figures, loss: float, norm: float) -> None:
         """Raise UserError naming the samples of the micro-batches at fault in all processes (all of them come here), or those of
         the whole step where only the gradient is not finite."""
@@ -412,6 +430,7 @@ class DrafterTrainer(Trainer):
     def _evaluate(self) -> None:
         """Acceptance length by the exact walk on the validation samples; the best weights so far are kept."""
         self._drain()
+        self._check_weights()
         self.model.eval()
         whole = self.config.fsdp_shard or not self.is_distributed  # sharded weights need every process in every pass
         part = (0, 1) if whole else (self.rank, self.world)

@@ -58,13 +58,32 @@ def test_orthogonalize_is_the_polynomial_of_the_singular_values(halves, shape, s
 def test_gradients_that_float16_cannot_hold(halves):
     update = with_spectrum((128, 384), SPECTRA["slow"])
     wanted = optimizers.orthogonalize(update, dtype=torch.float16)
-    for scale in (2.0**-30, 2.0**30):
+    for scale in (2.0**-20, 2.0**30):
         assert error(optimizers.orthogonalize(update * scale, dtype=torch.float16), wanted.double()) < 1e-4
     single = torch.zeros(128, 384)
     single[3, 5] = 1e6  # all in one entry: the largest Gram matrix there can be
     found = optimizers.orthogonalize(single, dtype=torch.float16)
     assert error(found, by_definition(single)) < 1e-2
     assert not optimizers.orthogonalize(torch.zeros(128, 384), dtype=torch.float16).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_update_of_nothing_moves_nothing(dtype):
+    """Below eps an update is not blown up to a whole one, however small it gets: gradients end, and the momentum fades away."""
+    update = with_spectrum((32, 96), SPECTRA["slow"])
+    update /= update.norm()
+    sizes = [float(optimizers.orthogonalize(update * s, dtype=dtype).norm()) for s in (1e-6, 1e-9, 1e-14, 1e-24, 1e-40)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 3 and sizes[2] < 1e-3 and sizes[-1] < 1e-10
+    theirs = by_torch((update * 1e-9).clone(), optimizers.COEFFICIENTS, 5, 1e-7)
+    assert sizes[1] == pytest.approx(float(theirs.norm()), rel=0.02)
+    p = torch.nn.Parameter(torch.ones(8, 32))
+    optimizer = optimizers.Muon([p], lr=0.01, weight_decay=0.0)
+    p.grad = torch.ones(8, 32)
+    for step in range(3000):
+        optimizer.step()
+        if step == 0:
+            p.grad.zero_()
+    assert torch.isfinite(p).all()
 
 
 def test_fewer_steps_than_the_restart():
@@ -114,15 +133,19 @@ def model() -> torch.nn.Module:
     return torch.nn.ModuleDict({"lm_head": torch.nn.Linear(8, 32), "fc": torch.nn.Linear(24, 8, bias=False)})
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_build_divides_the_parameters_as_the_library_does(fsdp):
+@pytest.mark.parametrize(("fsdp", "processes"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_build_divides_the_parameters_as_the_library_does(fsdp, processes, monkeypatch):
     from speculators.train.trainer import TrainerConfig
+
+    sharded = fsdp and processes > 1
+    monkeypatch.setattr(optimizers.dist, "is_initialized", lambda: processes > 1)
+    monkeypatch.setattr(optimizers.dist, "get_world_size", lambda: processes)
 
     settings = {"lr": 1e-3, "num_epochs": 1, "save_path": "unused", "muon_lr": 0.02, "weight_decay": 0.3, "fsdp_shard": fsdp}
     config = TrainerConfig(**settings, optimizer="muon")
     net = model()
     muon, adamw = optimizers.build(net, config, torch.device("cpu"))
-    assert type(muon) is (torch.optim.Muon if fsdp else optimizers.Muon)
+    assert type(muon) is (torch.optim.Muon if sharded else optimizers.Muon)
     assert [p is net["fc"].weight for p in muon.param_groups[0]["params"]] == [True]
     assert len(adamw.param_groups[0]["params"]) == 2 and not adamw.param_groups[0]["fused"]
     assert muon.param_groups[0]["lr"] == 0.02 and adamw.param_groups[0]["weight_decay"] == 0.3

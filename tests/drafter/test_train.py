@@ -327,7 +327,11 @@ def test_two_processes_take_the_same_steps_as_one(world, work, one_process, monk
     for x, y in zip(*rows, strict=True):
         assert y["loss"] == pytest.approx(x["loss"], rel=1e-4)
         assert y["grad_norm"] == pytest.approx(x["grad_norm"], rel=1e-3) and x["grad_norm"] > 0.1  # AdamW hides a factor
-    if not fsdp:
+    if fsdp:  # one process has nothing to shard: its checkpoints are others
+        build(world, out="again", **TWO, fsdp=True)
+        c = load_file("again/last/model.safetensors")
+        assert all(torch.allclose(a[name].float(), c[name].float(), rtol=1e-3, atol=1e-5) for name in a)
+    else:
         with pytest.raises(UserError, match="train.loss = 'nonsense'"):  # rank 0's sentence reaches the stage
             train.torchrun(params(**TWO, loss="nonsense"), paths, 2, {})
 
@@ -605,6 +609,52 @@ def test_loss_that_is_not_finite_stops_at_that_step(world, work, monkeypatch):
         kept = max(Path(".dvc").rglob("step-*"))
         assert kept.name == f"step-{step - 1:08d}" and checkpoints.complete(kept)
         assert all(torch.isfinite(v).all() for v in load_file(kept / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("when", [{"checkpoint_every": 1}, {"eval_every": 1, "early_stop_patience": 5}, {"max_steps": 3}])
+def test_weights_that_an_update_made_not_finite(world, work, monkeypatch, when):
+    """Loss and gradient of the step are finite, the update is not: nothing of it is evaluated or kept, wherever it would be."""
+    real = trainer.DrafterTrainer._optimizers_step
+
+    def step(self):
+        real(self)
+        if self.global_step == 2:
+            with torch.no_grad():
+                self.raw_model.fc.weight[3, 5] = torch.inf
+
+    monkeypatch.setattr(trainer.DrafterTrainer, "_optimizers_step", step)
+    with pytest.raises(
+        UserError, match="the weights are not finite after step 3, though loss and gradient are: lower train.learn"
+    ):
+        build(world, **{"max_steps": 20, **when})
+    assert not Path("drafter").exists()
+    for kept in Path(".dvc").rglob("*.safetensors"):
+        assert all(torch.isfinite(v).all() for v in load_file(kept).values()), kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"draft_heads": 5, "draft_kv_heads": 5},
+            "train.draft_heads = 5, train.draft_kv_heads = 5.* do not make a draft layer",
+        ),
+        (
+            {"draft_config": {"hidden_act": "nope"}},
+            "train.draft_config = {'hidden_act': 'nope'}.* do not make a draft layer: .*nope",
+        ),
+        ({"draft_config": {"rope_parameters": 5}}, "do not make a draft layer"),
+        ({"draft_config": {"num_hidden_layers": 0}}, "a drafter has at least one layer"),
+        ({"loss": '{"ce": -1}'}, "its weights must be finite, none of them negative"),
+        ({"loss": '{"ce": 0}'}, "not all 0"),
+        ({"loss": '{"ce": NaN}'}, "must be finite"),
+        ({"ttt_steps": 60}, r"raise max_samples \(now \d+\), or lower train.ttt_steps \(now 60\)"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together(world, work, settings, message):
+    with pytest.raises(UserError, match=message):
+        build(world, **settings)
 
 
 CPU_OUT = RuntimeError(
