@@ -82,7 +82,10 @@ def main() -> None:
         )
     print(f"\n{max(found)} draft tokens, batch {report['batch_size']}, by source:")
     for name, row in sorted(report["by_group"].items()):
-        print(f"  {name}: acceptance length {row['acceptance_length']:.3f} ({row['prompts']} prompts)")
+        print(
+            f"  {name}: acceptance length {row['acceptance_length']:.3f}, {row['tokens_per_second']:.1f} tokens/s, "
+            f"{row['baseline_tokens_per_second']:.1f} without, speed-up {row['speedup']:.2f} ({row['prompts']} prompts)"
+        )
     print(f"answers equal to plain greedy decoding: {report['identical_outputs']} of {report['prompts']}")
 
 

@@ -541,12 +541,20 @@ def compare(plain: Any, found: dict[int, Any], draft_tokens: int, dtype: str, ma
         "draft_tokens": draft_tokens,
         "prompts": len(main.outputs),
         "identical_outputs": same,
-        "by_group": {
-            g: {**c, "acceptance_length": round(1 + c["accepted"] / c["drafts"], 4) if c["drafts"] else 1.0}
-            for g, c in first["groups"].items()
-        },
+        "by_group": {g: {**c, **_group(c, base["groups"][g])} for g, c in first["groups"].items()},
         "table": table,
         "seconds_load": main.seconds_load,
+    }
+
+
+def _group(counters: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
+    """What `compare` says of the prompts of one source. plain: their counters without a drafter."""
+    rate, base = (c["tokens"] / c["seconds"] if c["seconds"] else 0.0 for c in (counters, plain))
+    return {
+        "acceptance_length": round(1 + counters["accepted"] / counters["drafts"], 4) if counters["drafts"] else 1.0,
+        "tokens_per_second": round(rate, 2),
+        "baseline_tokens_per_second": round(base, 2),
+        "speedup": round(rate / base, 4) if base else 0.0,
     }
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import world
 
-from eagle3dvc import evaluate
+from eagle3dvc import evaluate, serving
 from eagle3dvc.drafter import layouts
 from eagle3dvc.drafter import model as drafter_model
 from eagle3dvc.drafter.acceptance import walk
@@ -285,3 +285,19 @@ def test_prompt_files_are_rendered_and_grouped_by_category(tmp_path):
     file.write_text(json.dumps({"nothing": 1}) + "\n")
     with pytest.raises(UserError, match=r"evaluate\.prompts: .*questions\.jsonl line 1 is no question"):
         evaluate.file_prompts(asked, tmp_path / "verifier", 10)
+
+
+def test_engines_are_compared_by_source_too():
+    def result(seconds: dict[str, float], drafts: int, accepted: int) -> serving.Result:
+        counters = {"drafts": drafts, "draft_tokens": 3 * drafts, "accepted": accepted, "by_position": [accepted, 0, 0]}
+        groups = {g: {**counters, "prompts": 1, "tokens": 60, "seconds": s} for g, s in seconds.items()}
+        total = sum(seconds.values())
+        run = {"batch_size": 1, "seconds": total, "tokens": 120, "tokens_per_second": 120 / total, "groups": groups}
+        return serving.Result([run], [[1, 2], [3, 4]], "0.0", 1.0, "m")
+
+    report = evaluate.compare(
+        result({"chat": 2.0, "code": 4.0}, 0, 0), {3: result({"chat": 4.0, "code": 2.0}, 40, 20)}, 3, "x", 9
+    )
+    rows = {g: (r["tokens_per_second"], r["baseline_tokens_per_second"], r["speedup"]) for g, r in report["by_group"].items()}
+    assert rows == {"chat": (15.0, 30.0, 0.5), "code": (30.0, 15.0, 2.0)} and report["speedup"] == 1.0
+    assert report["by_group"]["code"]["acceptance_length"] == 1.5
