@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle3dvc import evaluate, serving
+from eagle3dvc.errors import UserError
 from eagle3dvc.params import parse
 from eagle3dvc.prompts.shards import iter_samples
 
@@ -48,7 +49,14 @@ def main() -> None:
     p.add_argument("--logs", default="logs")
     p.add_argument("--json", action="store_true")
     a = p.parse_args()
+    for name in ("samples", "max_prompt", "max_new_tokens"):
+        if getattr(a, name) < 1:
+            p.error(f"--{name.replace('_', '-')} must be at least 1")
+    if min(*a.draft_tokens, *a.batch_sizes) < 1:
+        p.error("--draft-tokens and --batch-sizes must be at least 1")
     prompts = prompts_of(a)
+    if not prompts:
+        p.error(f"no prompt of at most {a.max_prompt} tokens is left: raise --max-prompt")
     plain = serving.Spec(
         prompts=[x.token_ids for x in prompts],
         groups=[x.group for x in prompts],
@@ -90,4 +98,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as e:
+        sys.exit(f"error: {e}")

@@ -105,7 +105,8 @@ def load_drafter(folder: Path, layer_ids: list[int], verifier: str | Path, where
 
     config, name = layouts.read_config(folder), load_info(verifier).name
     ids = config.get("eagle_aux_hidden_state_layer_ids")
-    if (said := config["speculators_config"]["verifier"]["name_or_path"]) != name:
+    said = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    if said != name:
         print(f"note: {folder} says it is a drafter for {said}; it is evaluated on {name}", file=sys.stderr, flush=True)
     if ids != list(layer_ids[:-1]):
         raise UserError(
@@ -295,7 +296,11 @@ def stop_tokens(folder: str | Path) -> list[int]:
     """End-of-answer tokens of the verifier: generation_config.json, else config.json."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        if path.is_file() and (ids := json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) is not None:
+        try:
+            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        except (ValueError, AttributeError) as e:
+            raise UserError(f"{path} is damaged ({e}): get it again from where the verifier is") from None
+        if ids not in (None, []):
             return sorted({ids} if isinstance(ids, int) else set(ids))
     raise UserError(f"{folder} names no eos_token_id: an answer would never end; add it to generation_config.json")
 

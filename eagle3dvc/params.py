@@ -212,21 +212,23 @@ class Export(Block):
 
 
 class Evaluate(Block):
-    draft_tokens: Positive = 3
+    draft_tokens: Annotated[int, Field(ge=1, le=64)] = 3
     samples: Positive = 200
     engine: Literal["none", "vllm"] = "none"
-    batch_sizes: Annotated[list[Positive], Field(min_length=1)] = [1]
-    sweep_draft_tokens: list[Positive] = []
+    batch_sizes: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(min_length=1)] = [1]
+    sweep_draft_tokens: list[Annotated[int, Field(ge=1, le=64)]] = []
     prompts: list[str] = []
     watch: str = "stages/evaluate.py"
     max_new_tokens: Positive = 128
     alone: bool = False
     exact: bool = False
     baseline: str | None = None
-    bootstrap: Positive = 1000
+    bootstrap: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
 
     @model_validator(mode="after")
     def _watch(self):
+        if self.baseline is not None and (not self.baseline.strip() or "\0" in self.baseline):
+            raise ValueError(f"evaluate.baseline = {self.baseline!r} names no folder or revision; null compares with nothing")
         for name in ("alone", "exact"):
             if getattr(self, name) and self.engine == "none":
                 raise ValueError(f"evaluate.{name} needs an engine: set evaluate.engine to vllm")

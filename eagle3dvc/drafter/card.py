@@ -78,6 +78,12 @@ def _flat(block: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
+def _public(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without the path of some machine: a card goes everywhere."""
+    start = settings.get("warm_start")
+    return {**settings, "warm_start": "a local folder"} if start and layouts.looks_local(start) else settings
+
+
 def training_record(drafter: str | Path) -> dict[str, Any]:
     """models/drafter/training.json: what the drafter was trained with and how well it did. Raises UserError."""
     path = Path(drafter) / "training.json"
@@ -148,7 +154,7 @@ def text(d: Drafter, layout: str, *, info: Any, drafter: str | Path, prompts: st
         )
     )
     lines += ["", "## Data", "", _table(data or [("none", "")])]
-    lines += ["", "## Training", "", _table(_flat({"seed": record["seed"], **record["settings"]}))]
+    lines += ["", "## Training", "", _table(_flat({"seed": record["seed"], **_public(record["settings"])}))]
     lines += ["", "## Metrics", "", "Of the best checkpoint, on held-out samples:", "", _table(_flat(record["metrics"]))]
     lines += ["", "## Where it comes from", "", MARK]
     lines.append(_table([(f"`{k}`", f"`{v}`") for k, v in hashes.items()] or [("dvc.lock", "not made by a DVC pipeline")]))

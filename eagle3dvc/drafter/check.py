@@ -152,16 +152,16 @@ def self_check(folder: Path, model, expected: list[Wanted]) -> dict[str, float]:
     """
     import torch
 
-    from eagle3dvc.drafter import reference
-
     layouts.read(folder)
-    ref = reference.load(folder)
+    ref = _reference(folder)
     if ref.aux_layer_ids != (trained_on := list(model.config.eagle_aux_hidden_state_layer_ids)):
         raise UserError(
             f"{folder}: config.json names auxiliary layers {ref.aux_layer_ids} (vLLM's ids) but the drafter was trained on "
             f"{trained_on}: it would read other layers than it knows"
         )
     mapping = getattr(model, "d2t", None)
+    if ref.offsets is not None and mapping is not None and not torch.equal(ref.offsets, mapping.cpu().to(ref.offsets.dtype)):
+        raise UserError(f"{folder}: d2t maps drafts to other tokens than in training; the map was changed")
     worst, same, total = 0.0, 0, 0
     for e in expected:
         found = ref.chain(e.window.states, e.embeds)
@@ -188,9 +188,28 @@ def _clear(logits: torch.Tensor) -> torch.Tensor:
     return (two[:, 0] - two[:, 1]) > 2 * TOLERANCE * logits.abs().max()
 
 
+def _orders(layers: int) -> list[tuple[int, ...]]:
+    """Orders of the auxiliary layers to try, as stored first; with many layers there are too many."""
+    return list(itertools.permutations(range(layers))) if layers <= 4 else [tuple(range(layers))]
+
+
+def _reference(folder: Path) -> Reference:
+    """reference.load; UserError where the configuration cannot be computed with."""
+    from eagle3dvc.drafter import reference
+
+    try:
+        return reference.load(folder)
+    except UserError:
+        raise
+    except Exception as e:  # of transformers' rope code among others
+        raise UserError(
+            f"{folder}/config.json: its decoder or rope settings cannot be computed with ({type(e).__name__}: {e})"
+        ) from None
+
+
 def _guess(ref: Reference, e: Wanted) -> str:
     """A hint at the cause: does another order of the auxiliary layers give the expected logits?"""
-    for order in itertools.permutations(range(e.window.states.shape[1])):
+    for order in _orders(e.window.states.shape[1]):
         if list(order) != sorted(order):
             found = ref.chain(e.window.states[:, list(order)], e.embeds)
             if all(_distance(a, b) <= TOLERANCE for a, b in zip(found, e.rounded, strict=True)):
@@ -282,20 +301,25 @@ def verify_export(
     arithmetic cannot be checked, which is an error unless `structure_only`.
     """
     folder = Path(folder)
-    inside = [folder / name for name in layouts.LAYOUTS if (folder / name / "config.json").is_file()]
+    inside = [folder / name for name in layouts.LAYOUTS if (folder / name).is_dir()]
     if not (folder / "config.json").is_file() and inside:
-        return [r for f in inside for r in verify_export(f, hidden, verifier, prompts, trained, structure_only)]
-    d = layouts.read(folder)
-    report: dict[str, Any] = {"folder": str(folder), "layout": layouts.detect(layouts.read_config(folder), folder)}
+        found = [r for f in inside for r in verify_export(f, hidden, verifier, prompts, trained, structure_only)]
+        for r, f in zip(found, inside, strict=True):
+            if r["layout"] != f.name:
+                raise UserError(f"{f} holds the {r['layout']} layout: an engine given this folder would take it for another")
+        return found
+    d, config = layouts.read(folder), layouts.read_config(folder)
+    report: dict[str, Any] = {"folder": str(folder), "layout": layouts.detect(config, folder)}
+    layouts.check_config(config, d, report["layout"], folder)
     if layouts.looks_local(d.verifier):
         raise UserError(f"{folder}: the verifier is named {d.verifier!r}, a local path: write its public id into config.json")
     if lost := layouts.unrepresentable(d, report["layout"]):
         raise UserError(f"{folder}: this layout cannot represent {'; '.join(lost)}: engines would ignore it")
     report["checked"] = ["structure"]
-    if (folder / PROVENANCE).is_file():
+    if (folder / PROVENANCE).exists():
         _check_provenance(folder, d)
         report["checked"].append("provenance")
-    if (folder / PROBE).is_file():
+    if (folder / PROBE).exists():
         report["probe_difference"] = _check_probe(folder)
         report["checked"].append("probe")
     if trained is not None:
@@ -304,12 +328,21 @@ def verify_export(
     if hidden is not None:
         report |= _check_hidden(folder, d, hidden, verifier, prompts)
         report["checked"].append("hidden states")
-    if len(report["checked"]) == 1 and not structure_only:
+    if not structure_only and not {"probe", "trained", "hidden states"} & set(report["checked"]):
         raise UserError(
             f"{folder}: names and shapes are right, but without {PROBE} or a cache of hidden states nothing shows that it "
             "drafts: give --hidden and --verifier, or --structure-only to stop here"
         )
     return [report]
+
+
+def provenance(folder: Path) -> dict[str, Any]:
+    """What the folder's provenance says of its verifier, {} where it has none; UserError where anything was changed since."""
+    if not (folder / PROVENANCE).exists():
+        return {}
+    _check_provenance(folder, layouts.read(folder))
+    said = json.loads((folder / PROVENANCE).read_text(encoding="utf-8")).get("verifier")
+    return said if isinstance(said, dict) else {}
 
 
 def _check_provenance(folder: Path, d: Drafter) -> None:
@@ -357,9 +390,7 @@ def _check_probe(folder: Path) -> float:
     import torch
     from safetensors import SafetensorError, safe_open
 
-    from eagle3dvc.drafter import reference
-
-    ref = reference.load(folder)
+    ref = _reference(folder)
     try:
         with safe_open(folder / PROBE, "pt") as f:
             ids = json.loads(f.metadata()["eagle3dvc"])["aux_layer_ids"]
@@ -396,6 +427,8 @@ def _check_probe_shapes(p: dict[str, torch.Tensor], ref: Reference) -> None:
     """ValueError where the probe's tensors do not belong together or to this drafter."""
     n = len(p["states"])
     steps, positions, top = p["logits"].shape
+    if not (n and steps and top):
+        raise ValueError("it holds nothing to compare with")
     want = {
         "states": (n, len(ref.aux_layer_ids), p["states"].shape[-1]),
         "embeds": (n + steps - 1, ref.decoder["hidden_size"]),
@@ -412,7 +445,7 @@ def _check_probe_shapes(p: dict[str, torch.Tensor], ref: Reference) -> None:
 
 
 def _guess_probe(ref: Reference, p: dict[str, torch.Tensor], embeds) -> str:
-    for order in itertools.permutations(range(p["states"].shape[1])):
+    for order in _orders(p["states"].shape[1]):
         if list(order) != sorted(order):
             logits = ref.chain(p["states"][:, list(order)], embeds[:1])[0]
             if _distance(logits.gather(-1, p["draft_ids"][0]), p["logits"][0]) <= TOLERANCE:
@@ -436,7 +469,6 @@ def _check_hidden(folder: Path, d: Drafter, hidden, verifier, prompts) -> dict[s
     auxiliary layers. Rope settings cannot be judged this way: a wrong one costs acceptance but leaves no clear trace."""
     import torch
 
-    from eagle3dvc.drafter import reference
     from eagle3dvc.hidden_states.reader import HiddenStates
     from eagle3dvc.verifier import load_head, load_info
 
@@ -448,8 +480,8 @@ def _check_hidden(folder: Path, d: Drafter, hidden, verifier, prompts) -> dict[s
             f"{folder}: config.json names auxiliary layers {list(d.aux_layer_ids)} (vLLM's ids), the hidden states hold "
             f"{list(data.layer_ids[:-1])}: the ids are shifted, or the cache is another drafter's"
         )
-    head, ref = load_head(verifier), reference.load(folder)
-    orders = list(itertools.permutations(range(len(d.aux_layer_ids))))
+    head, ref = load_head(verifier), _reference(folder)
+    orders = _orders(len(d.aux_layer_ids))
     right: dict[tuple[int, ...], list[torch.Tensor]] = {order: [] for order in orders}
     total = 0
     for w, item in samples_of(data, 192):

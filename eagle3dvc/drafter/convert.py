@@ -48,6 +48,7 @@ def convert(
         raise UserError(f"{out} exists already: give a folder that does not, or remove it")
     if speculative_tokens is not None and speculative_tokens < 1:
         raise UserError(f"--draft-tokens {speculative_tokens} must be at least 1")
+    was = check.provenance(src)  # refuses what was changed since: the copy would be sealed anew
     d = layouts.read(src, layer_ids=layer_ids, verifier=verifier_name)
     if not d.verifier:
         raise UserError(f"{src} does not name its verifier: give --verifier-name, the public id of the model")
@@ -68,7 +69,9 @@ def convert(
         layouts.write(d, work, to)
         if layouts.read(work).decoder != d.decoder:
             raise UserError(f"{src}: its configuration does not survive the {to} layout; this is a bug, please report it")
-        check.write_provenance(work, d, {"name": d.verifier, "revision": None, "identity": None})
+        same = was if was.get("name") == d.verifier else {}
+        record = {"name": d.verifier, "revision": same.get("revision"), "identity": same.get("identity")}
+        check.write_provenance(work, d, record)
         if (src / check.PROBE).is_file():
             shutil.copyfile(src / check.PROBE, work / check.PROBE)
             check.verify_export(work)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SPECULATORS = "speculators"
 SGLANG = "sglang"
 LAYOUTS = (SPECULATORS, SGLANG)
+ALGORITHM = "eagle3"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SPECULATORS_VERSION = "0.9.0"  # of the layout written, not of the installed package: same inputs, same bytes
 WEIGHTS = "model.safetensors"
@@ -356,6 +357,47 @@ def _check_vocabulary(d: Drafter, where: Path) -> None:
         raise UserError(f"{where}: d2t maps two draft tokens to the same verifier token: it is not a vocabulary map")
     if (t2d := d.tensors.get("t2d")) is not None and not torch.equal(ids.sort().values, t2d.nonzero()[:, 0]):
         raise UserError(f"{where}: d2t and t2d disagree on which verifier tokens can be drafted")
+
+
+def check_config(config: dict[str, Any], d: Drafter, layout: str, where: Path) -> None:
+    """Keys that change nothing here but that engines obey; raises UserError naming the first that would mislead one."""
+
+    def refuse(why: str) -> None:
+        raise UserError(f"{where}/config.json: {why}")
+
+    decoder = config.get("transformer_layer_config") if layout == SPECULATORS else config
+    for block in (config, decoder):
+        for key in ("_name_or_path", "name_or_path"):
+            if block.get(key) and looks_local(str(block[key])):
+                refuse(f"{key} is {block[key]!r}, a local path")
+        if block.get("auto_map"):
+            refuse("auto_map asks engines to run code of the folder, which a drafter has none of")
+        for key in ("dtype", "torch_dtype"):
+            if block.get(key) not in (None, "float32", "bfloat16", "float16"):
+                refuse(f"{key} is {block[key]!r}, no dtype that engines compute a drafter in")
+    if layout == SGLANG:
+        if config.get("tie_word_embeddings"):
+            refuse("tie_word_embeddings is true: SGLang would take the embedding for the head")
+        if not config.get("draft_vocab_size"):
+            refuse("draft_vocab_size is missing: SGLang would take the verifier's head")
+        return
+    if not decoder.get("num_hidden_layers"):
+        refuse("num_hidden_layers is missing from the decoder's configuration: vLLM does not load without it")
+    aux = decoder.get("num_aux_hidden_states", config.get("num_aux_hidden_states"))
+    if (3 if aux is None else aux) != len(d.aux_layer_ids):
+        refuse(
+            f"num_aux_hidden_states is {'missing' if aux is None else aux}, with {len(d.aux_layer_ids)} auxiliary layers: vLLM sizes "
+            "fc by it (3 where it is missing)"
+        )
+    spec = config.get("speculators_config")
+    if spec.get("algorithm") != ALGORITHM:
+        refuse(f"speculators_config.algorithm is {spec.get('algorithm')!r}, not {ALGORITHM}")
+    methods = spec.get("proposal_methods")
+    tokens = (
+        [m.get("speculative_tokens") if isinstance(m, dict) else None for m in methods] if isinstance(methods, list) else []
+    )
+    if not tokens or any(type(n) is not int or not 1 <= n <= 64 for n in tokens):
+        refuse("speculators_config.proposal_methods must be a list whose entries say speculative_tokens, 1 to 64")
 
 
 def _decoder(raw: dict[str, Any], where: Path, drop: set[str] = frozenset()) -> dict[str, Any]:

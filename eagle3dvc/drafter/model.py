@@ -285,8 +285,12 @@ def load(folder: str | Path, verifier_folder: str | Path = "data/verifier", atte
             f"{folder} is a drafter for a verifier with vocabulary {layer['vocab_size']} and hidden size {layer['hidden_size']}, "
             f"{verifier_folder} has {head.lm_head.shape[0]} and {head.lm_head.shape[1]}"
         )
-    config = Eagle3SpeculatorConfig.from_pretrained(str(folder))
-    model = instantiate(config, head, vocab_of(tensors, raw, folder), attention)
+    draft_vocab = vocab_of(tensors, raw, folder)
+    try:
+        model = instantiate(Eagle3SpeculatorConfig.from_pretrained(str(folder)), head, draft_vocab, attention)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        said = " ".join(str(e).split())[:200]
+        raise UserError(f"{folder}/config.json is no configuration of a drafter ({type(e).__name__}: {said})") from None
     with torch.no_grad():
         put_weights(model, tensors, folder)
         if (embed := own_embedding(tensors, head.embed)) is not None:

@@ -123,13 +123,17 @@ def load(folder: str | Path) -> Reference:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+    from eagle3dvc.drafter.layouts import weight_files
+
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    raw = {k.removeprefix("model."): v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+    raw = {k.removeprefix("model."): v for f in weight_files(folder) for k, v in load_file(f).items()}
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     if "speculators_model_type" in config:
         decoder, ids = config["transformer_layer_config"], config["eagle_aux_hidden_state_layer_ids"]
-        rope = {"rope_parameters": dict(decoder["rope_parameters"])}
+        said = decoder.get("rope_parameters")
+        old = {k: decoder[k] for k in ("rope_theta", "rope_scaling") if k in decoder}
+        rope = {"rope_parameters": dict(said)} if said else old
         flags = {f: bool(config.get(f)) for f in flags}
     else:
         decoder, ids = config, [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]

@@ -275,3 +275,80 @@ def test_command_line(trained, tmp_path):
     shift_ids(copy)
     done = CliRunner().invoke(cli.app, ["verify-export", str(copy)])
     assert done.exit_code != 0 and re.search("trained on", str(done.exception))
+
+
+def layer(**values):
+    return lambda config: decoder_of(config).update(values)
+
+
+OBEYED = {
+    "num_aux_hidden_states": ("speculators", layer(num_aux_hidden_states=5), "num_aux_hidden_states is 5, with 3 auxiliary"),
+    "no layers": ("speculators", lambda c: decoder_of(c).pop("num_hidden_layers"), "num_hidden_layers is missing"),
+    "no proposals": (
+        "speculators",
+        lambda c: c["speculators_config"].update(proposal_methods=[]),
+        "proposal_methods must be a",
+    ),
+    "algorithm": (
+        "speculators",
+        lambda c: c["speculators_config"].update(algorithm="dflash"),
+        "algorithm is 'dflash', not eagle3",
+    ),
+    "dtype": ("speculators", lambda c: c.update(dtype="banana"), "dtype is 'banana', no dtype"),
+    "path": ("speculators", layer(_name_or_path="/home/me/model"), "_name_or_path is '/home/me/model', a local path"),
+    "code": ("sglang", lambda c: c.update(auto_map={"AutoModel": "x.Y"}), "auto_map asks engines to run code"),
+    "tied": ("sglang", lambda c: c.update(tie_word_embeddings=True), "SGLang would take the embedding for the head"),
+    "rope type": ("speculators", lambda c: decoder_of(c)["rope_parameters"].update(rope_type="foo"), "rope"),
+}
+
+
+@pytest.mark.parametrize("what", OBEYED)
+@pytest.mark.parametrize("sealed", [True, False])
+def test_keys_that_only_engines_read(trained, tmp_path, what, sealed):
+    layout, change, message = OBEYED[what]
+    folder = Path(shutil.copytree(trained.export / layout, tmp_path / layout))
+    if not sealed:
+        (folder / check.PROVENANCE).unlink()
+    edit_config(folder, change)
+    with pytest.raises(UserError, match=message):
+        check.verify_export(folder)
+
+
+def test_every_folder_of_an_export_is_looked_at(trained, tmp_path):
+    export = Path(shutil.copytree(trained.export, tmp_path / "export"))
+    (export / "sglang/config.json").unlink()
+    with pytest.raises(UserError, match="sglang"):
+        check.verify_export(export)
+    shutil.rmtree(export / "sglang")
+    shutil.rmtree(export / "speculators")
+    shutil.copytree(trained.export / "sglang", export / "speculators")
+    with pytest.raises(UserError, match="holds the sglang layout"):
+        check.verify_export(export)
+
+
+def test_a_map_changed_where_nothing_was_drafted(trained, tmp_path):
+    """Two entries of d2t trade places: the logits and most drafts stay what they are."""
+    folder = Path(shutil.copytree(trained.export / "speculators", tmp_path / "x"))
+    (folder / check.PROVENANCE).unlink()
+    (folder / check.PROBE).unlink()
+    ids = load_file(folder / "model.safetensors")["d2t"]
+    ids = ids + torch.arange(len(ids))
+    f = trained.world.folders
+    for a in range(0, len(ids) - 1, 7):
+        swapped = ids.clone()
+        swapped[[a, a + 1]] = swapped[[a + 1, a]]
+        edit_tensors(folder, lambda t, new=swapped: t.update(d2t=new - torch.arange(len(new))))
+        with pytest.raises(UserError, match="d2t maps drafts to other tokens than in training"):
+            check.verify_export(folder, f["hidden"], f["verifier"], f["prompts"], trained.drafter / "best")
+
+
+def test_a_probe_of_nothing(trained, tmp_path):
+    folder = Path(shutil.copytree(trained.export / "speculators", tmp_path / "x"))
+    from safetensors import safe_open
+
+    with safe_open(folder / check.PROBE, "pt") as f:
+        meta, p = f.metadata(), {n: f.get_tensor(n) for n in f.keys()}  # noqa: SIM118 (not a mapping)
+    p |= {n: p[n][..., :0].contiguous() for n in ("ids", "logits", "draft_ids")}
+    save_file(p, folder / check.PROBE, metadata=meta)
+    with pytest.raises(UserError, match="holds nothing to compare with"):
+        check.verify_export(folder)

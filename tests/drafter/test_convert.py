@@ -120,6 +120,7 @@ def test_full_vocabulary(trained, tmp_path):
 def test_a_copied_embedding_is_left_out_and_one_of_its_own_kept(trained, tmp_path):
     source = Path(shutil.copytree(trained.export / "speculators", tmp_path / "in"))
     tensors = load_file(source / "model.safetensors")
+    (source / check.PROVENANCE).unlink()
     embed = trained.world.verifier.model.embed_tokens.weight.detach().bfloat16()
     save_file({**tensors, "embed_tokens.weight": embed}, source / "model.safetensors")
     with pytest.raises(UserError, match="embed_tokens of the drafter's own .*--verifier"):
@@ -166,3 +167,38 @@ def test_command_line(trained, tmp_path):
     assert done.exit_code == 0 and layouts.read(out).aux_layer_ids == tuple(world.AUX)
     done = CliRunner().invoke(cli.app, ["convert", str(trained.export / "sglang"), "--to", "speculators", str(out)])
     assert isinstance(done.exception, UserError) and "exists already" in str(done.exception)
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_what_was_changed_since_the_export_is_not_sealed_anew(trained, tmp_path, probe):
+    """The copy would carry a record of the damaged drafter and pass every check."""
+    source = Path(shutil.copytree(trained.export / "speculators", tmp_path / "in"))
+    if not probe:
+        (source / check.PROBE).unlink()
+    config = json.loads((source / "config.json").read_text())
+    config["transformer_layer_config"]["rope_parameters"]["rope_theta"] = 77.0
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="rope_parameters is .* in config.json but was"):
+        convert(source, "sglang", tmp_path / "out")
+    source = Path(shutil.copytree(trained.export / "sglang", tmp_path / "in2"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["fc.weight"].view(torch.int16)[0, 0] ^= 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="fc.weight is not the one that was exported"):
+        convert(source, "speculators", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_verifiers_record_goes_along(trained, tmp_path):
+    convert(trained.export / "speculators", "sglang", tmp_path / "out")
+    was, now = (
+        json.loads((f / check.PROVENANCE).read_text())["verifier"] for f in (trained.export / "speculators", tmp_path / "out")
+    )
+    assert now == was and now["identity"]
+
+
+def test_converting_a_foreign_drafter_proves_nothing(trained, tmp_path):
+    convert(foreign(trained, tmp_path / "in"), "speculators", tmp_path / "out", layer_ids=world.AUX, verifier_name="tests/tiny")
+    with pytest.raises(UserError, match="nothing shows that it drafts"):
+        check.verify_export(tmp_path / "out")
+    assert check.verify_export(tmp_path / "out", structure_only=True)[0]["checked"] == ["structure", "provenance"]

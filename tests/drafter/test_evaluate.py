@@ -301,3 +301,12 @@ def test_engines_are_compared_by_source_too():
     rows = {g: (r["tokens_per_second"], r["baseline_tokens_per_second"], r["speedup"]) for g, r in report["by_group"].items()}
     assert rows == {"chat": (15.0, 30.0, 0.5), "code": (30.0, 15.0, 2.0)} and report["speedup"] == 1.0
     assert report["by_group"]["code"]["acceptance_length"] == 1.5
+
+
+def test_stop_tokens_of_damaged_files(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": []}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert evaluate.stop_tokens(tmp_path) == [7]
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match="generation_config.json is damaged"):
+        evaluate.stop_tokens(tmp_path)
