@@ -61,6 +61,12 @@ class World:
         self.ids = verifier.layer_ids(self.info, self.params)
         self.engine = engines.make(self.params, self.info, self.ids)
 
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.engine.close()
+
     def request(self, tokens: list[np.ndarray], stored: str = "float32", folder: str = "out") -> ShardRequest:
         numerics = engines.numerics(self.params)
         key = shard_key(self.info.identity, self.ids, stored, numerics, tokens)
@@ -191,25 +197,21 @@ class TestLlama:
 def test_deepseek_parity(tmp_path, monkeypatch):
     """MLA, experts and a YaRN rope."""
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
-    world = World("deepseek", tmp_path)
-    try:
+    with World("deepseek", tmp_path) as world:
         world.engine.prove(verifier.load_head(world.info.folder))
         world.check([world.request(models.prompts(LENGTHS))], 1e-5)
-    finally:
-        world.engine.close()
 
 
 @pytest.mark.soak
 def test_tensor_parallel_parity(tmp_path, monkeypatch):
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
-    world = World("llama", tmp_path, tensor_parallel_size=2, max_num_batched_tokens=256, engine_args={"async_scheduling": True})
-    try:
+    with World(
+        "llama", tmp_path, tensor_parallel_size=2, max_num_batched_tokens=256, engine_args={"async_scheduling": True}
+    ) as world:
         world.check([world.request(models.prompts([2, MAX_LENGTH, 50]))], 1e-5)
         gc.unfreeze()  # vLLM hides what it made from the collector, and so from gc.get_objects
         held = list(vllm_compat.open_sockets())
         assert held
-    finally:
-        world.engine.close()
     assert all(s.closed for s in held)
 
 
@@ -217,11 +219,8 @@ def test_tensor_parallel_parity(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_other_families(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
-    world = World(kind, tmp_path)
-    try:
+    with World(kind, tmp_path) as world:
         world.check([world.request(models.prompts(LENGTHS))], 1e-5)
-    finally:
-        world.engine.close()
 
 
 @pytest.mark.soak
@@ -238,11 +237,9 @@ def test_kimi_wrapper(tmp_path, monkeypatch):
     world.info = verifier.build(world.params, tmp_path / "verifier")
     world.ids = verifier.layer_ids(world.info, world.params)
     world.engine = engines.make(world.params, world.info, world.ids)
-    try:
+    with world:
         world.engine.prove(verifier.load_head(world.info.folder))
         world.check([world.request(models.prompts([3, 120, 64]))], 1e-4)  # the wiring; exactness is test_deepseek_parity's
-    finally:
-        world.engine.close()
 
 
 def test_out_of_memory_at_start_is_retried_once(tmp_path, monkeypatch, capfd):
@@ -268,26 +265,20 @@ def test_out_of_memory_late_in_the_start(tmp_path, monkeypatch, capfd):
         return real(self)
 
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", warm_up)
-    world = World("llama", tmp_path)
-    try:
+    with World("llama", tmp_path) as world:
         assert "starting again with max_num_batched_tokens 32 and max_num_seqs 4" in capfd.readouterr().err
         world.check([world.request(models.prompts(LENGTHS))], 1e-5)
-    finally:
-        world.engine.close()
 
 
 @pytest.mark.soak
 def test_sampled_answers_to_long_prompts(tmp_path, monkeypatch):
     """More prompts than a step's budget: on a CPU a prompt whose request has a seed must not be divided."""
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
-    world = World("llama", tmp_path, prepare={"responses": "verifier", "temperature": 1.0})
-    try:
+    with World("llama", tmp_path, prepare={"responses": "verifier", "temperature": 1.0}) as world:
         prompts = [p.tolist() for p in models.prompts([150] * 6, 3)]
         draw = dict(max_new_tokens=4, stop_token_ids=[257], temperature=1.0, top_p=1.0, seed=0)
         together = world.engine.generate(prompts, **draw)
         assert [world.engine.generate([p], **draw)[0] for p in prompts] == together
-    finally:
-        world.engine.close()
 
 
 @pytest.mark.soak
@@ -304,8 +295,6 @@ def test_out_of_memory_while_running(tmp_path, monkeypatch):
         return real(self)
 
     monkeypatch.setattr(type(world.engine._engine), "step", step)
-    try:
+    with world:
         world.check([world.request(models.prompts(LENGTHS, seed)) for seed in range(2)], 1e-5)
         assert world.engine.args["max_num_batched_tokens"] == 32
-    finally:
-        world.engine.close()
