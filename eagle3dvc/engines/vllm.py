@@ -188,7 +188,6 @@ class VllmEngine:
         self._preemptions = self._earlier_preemptions = 0
         self._retried = False
         self._engine: Any = None
-        self._others = vllm_compat.open_sockets()  # that are not the engine's
         try:
             self._start()
         except OutOfMemory as e:
@@ -201,7 +200,7 @@ class VllmEngine:
 
         if has_kv_transfer_group():
             raise RuntimeError("a vLLM engine is open in this process: close it first")
-        self._others = vllm_compat.open_sockets()
+        self._others = vllm_compat.open_sockets()  # that are not the engine's
         with _engine_log("loading the verifier into vLLM") as log:
             try:
                 self._engine = vllm_compat.new_engine(self.args)
