@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure that needs a GPU. Two lanes: what is timed, and making a drafter for the serving figure, which is not. With two GPUs each
+# Every figure that needs a GPU. Two lanes: what is timed, and making a drafter for the serving figures, which is not. With two GPUs each
 # lane has one, and the second is stopped while both GPUs are timed; with one GPU it is stopped while anything is timed. Each benchmark
 # has a log and a JSON file in OUT; OUT/progress says what began and ended, when, how. The most important comes first: stop it when time
 # ends.
@@ -24,7 +24,7 @@ export out verifier python
 gpus=$(nvidia-smi -L | grep -c GPU)
 shm=/dev/shm
 rm -rf $shm/own
-rm -rf "$out/drafter"  # of an earlier call
+rm -rf "$out/drafter" "$out/own-answers.json"  # of an earlier call
 begun=$(date +%s)
 export shm begun
 
@@ -80,10 +80,10 @@ drafter() {
     [ -e "$out/no-verifier" ] && return 0
     sleep 1
   done
-  one questions 500 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 20000 --out "$out/questions.jsonl" \
+  one questions 500 "$gpu" "$python" bench/questions.py --verifier "$verifier" --count 28000 --out "$out/questions.jsonl" \
     --engine-args '{"kv_cache_memory_bytes": 12000000000, "max_num_seqs": 1024, "gpu_memory_utilization": 0.2}'
   one own-answers 1500 "$gpu" "$python" bench/own_answers.py --verifier "$verifier" --prompts "$@" --engine vllm \
-    --questions "$out/questions.jsonl" --samples 2000 --steps 2500 --max-new-tokens 256 \
+    --questions "$out/questions.jsonl" --samples 2000 --steps 2500 --max-new-tokens 160 \
     --set train.tokens_per_batch=8192 train.learning_rate=8e-4 train.draft_vocab_size=32000 --work $shm/own \
     --keep "$out/drafter" --json "$out/own-answers.json"
 }
@@ -92,16 +92,19 @@ drafter() {
 serve() {
   local name=$1 gpu=$2
   shift 2
-  one "$name" 300 "$gpu" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts $shm/own/prompts/heldout/*.jsonl \
-    --draft-tokens 3 --logs "$out/$name-logs" --json "$@"
+  one "$name" 480 "$gpu" "$python" bench/serve.py --verifier "$verifier" --drafter "$out/drafter" --prompts $shm/own/prompts/heldout/*.jsonl \
+    --draft-tokens 1 2 3 --logs "$out/$name-logs" --json "$@"
 }
 
+# vLLM's second model runner: its default for many models, for all from 0.32 on
 serving() {
-  [ -e "$out/drafter/config.json" ] || { echo "no drafter, so no serving figure" >>"$out/progress"; return 0; }
-  # vLLM's second model runner (its default for many models, for all from 0.32 on), its first, and without CUDA graphs
   VLLM_USE_V2_MODEL_RUNNER=1 serve serve "$1" --batch-sizes 1 8
-  VLLM_USE_V2_MODEL_RUNNER=0 serve serve-v1 "$1"
-  serve serve-eager "$1" --engine-args '{"enforce_eager": true}' --samples 12
+}
+
+# its first, and no CUDA graphs
+serving_others() {
+  VLLM_USE_V2_MODEL_RUNNER=0 serve serve-v1 "$1" --draft-tokens 3
+  serve serve-eager "$1" --draft-tokens 3 --engine-args '{"enforce_eager": true}'
 }
 
 if [ "$verifier" ]; then
@@ -123,9 +126,21 @@ if [ "$gpus" -ge 2 ]; then
   one states-tp 400 0,1 "$python" -m pytest -q -s -m gpu tests/engines/test_vllm_gpu.py
   deepseek 0
 fi
-[ -z "$verifier" ] || wait $other
 unset BENCH_BEFORE BENCH_AFTER
-[ "$gpus" -ge 2 ] || serving 0
+if [ "$verifier" ]; then
+  if [ "$gpus" -ge 2 ]; then
+    until [ -e "$out/own-answers.json" ] || ! kill -0 $other 2>/dev/null; do sleep 1; done
+  else
+    wait $other
+  fi
+  if [ -e "$out/own-answers.json" ]; then
+    [ "$gpus" -ge 2 ] || serving 0
+    serving_others 0
+  else
+    echo "no drafter, so no serving figure" >>"$out/progress"
+  fi
+  wait $other
+fi
 walk 0
 if [ "$gpus" -lt 2 ]; then
   deepseek 0
