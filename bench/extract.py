@@ -197,14 +197,14 @@ def stock_or_plain(args, folder: Path, out: Path) -> dict:
     with kernels.alone():
         seconds, finished = run(token_ids)
         found = {"samples": finished}
+        if args.mode == "stock":
+            time.sleep(5)  # its threads may still write; the files of the last step never come in some set-ups
+            found["files"] = sum(f.suffix == ".safetensors" for f in out.iterdir())
         if args.profile:
             part = samples_of(args, 3, args.profile)
             llm.collective_rpc("trace_start")
             run(part)
             found["profile"] = llm.collective_rpc("trace_stop", args=(sum(map(len, part)) / args.batched,))[0]
-    if args.mode == "stock":
-        time.sleep(5)  # its threads may still write; the files of the last step never come in some set-ups
-        found |= {"files": sum(f.suffix == ".safetensors" for f in out.iterdir())}
     return found | rates(seconds, sum(map(len, token_ids)))
 
 
