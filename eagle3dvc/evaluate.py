@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +72,11 @@ def as_speculators(folder: Path, scratch: Path) -> Path:
             if layouts.detect(layouts.read_config(f), f) == layouts.SPECULATORS:
                 layouts.read(f)  # speculators and transformers would end a damaged one in a traceback
                 return f
-            convert(f, layouts.SPECULATORS, scratch / "converted")
+            try:
+                convert(f, layouts.SPECULATORS, scratch / "converted")
+            except UserError as e:
+                how = f": convert it with `eagle3dvc convert {f} OUT --to speculators` and give OUT instead"
+                raise UserError(f"{e}{how if '--' in str(e) else ''}") from None
             return scratch / "converted"
     raise UserError(f"{folder} holds no drafter (looked for config.json in it, in speculators/, sglang/ and best/)")
 
@@ -258,37 +264,38 @@ def heldout_prompts(samples: Heldout, limit: int) -> list[Prompt]:
 
 
 def file_prompts(params: Params, verifier: str | Path, per_file: int) -> list[Prompt]:
-    """First questions of the rows of evaluate.prompts, rendered as prepare renders them; groups are file/category."""
-    try:
-        return _file_prompts(params, verifier, per_file)
-    except UserError as e:  # of the readers, which know these files as sources of prepare
-        raise UserError(str(e).replace("prepare.sources", "evaluate.prompts")) from None
+    """First questions of the rows of evaluate.prompts, rendered as prepare renders them; groups are file/category. Raises UserError.
 
-
-def _file_prompts(params: Params, verifier: str | Path, per_file: int) -> list[Prompt]:
+    Files whose names are the same are told apart by their paths.
+    """
     from eagle3dvc.params import Source
     from eagle3dvc.prompts.conversations import Rejected, from_row
     from eagle3dvc.prompts.render import load_renderer
-    from eagle3dvc.prompts.sources import open_sources
+    from eagle3dvc.prompts.sources import open_source
 
+    paths = params.evaluate.prompts
+    if twice := [p for p, n in Counter(map(os.path.realpath, paths)).items() if n > 1]:
+        raise UserError(f"evaluate.prompts names {twice[0]} twice: its questions would count twice; remove one of them")
     renderer = load_renderer(params, verifier)
-    asked = params.prepare.model_copy(update={"sources": [Source(path=p) for p in params.evaluate.prompts]})
+    sources = [open_source(Source(path=p), params.seed, f"evaluate.prompts[{i}]") for i, p in enumerate(paths)]
+    names = Counter(source.name for source in sources)
     found = []
-    for source in open_sources(params.model_copy(update={"prepare": asked})):
+    for path, source in zip(paths, sources, strict=True):
+        name = source.name if names[source.name] == 1 else path
         for n, row in enumerate(source.rows()):
             if n == per_file:
                 break
             try:
                 conversation = from_row(row, params.prepare.system_prompt)
+                if conversation.messages is None:
+                    raise UserError(f"evaluate.prompts: {row.where} is pre-tokenised; give questions as text")
+                roles = [m["role"] for m in conversation.messages]
+                end = roles.index("assistant") if "assistant" in roles else len(roles)
+                ids = renderer.prompt_ids(conversation.messages[:end], conversation.tools)
             except Rejected as e:
                 raise UserError(f"evaluate.prompts: {row.where} is no question ({e}); correct it or remove it") from None
-            if conversation.messages is None:
-                raise UserError(f"evaluate.prompts: {row.where} is pre-tokenised; give questions as text")
-            roles = [m["role"] for m in conversation.messages]
-            end = roles.index("assistant") if "assistant" in roles else len(roles)
-            ids = renderer.prompt_ids(conversation.messages[:end], conversation.tools)
             category = row.data.get("category") if isinstance(row.data, dict) else None
-            found.append(Prompt(list(ids), f"{source.name}/{category}" if category else source.name))
+            found.append(Prompt(list(ids), f"{name}/{category}" if category else name))
     return found
 
 

@@ -163,7 +163,7 @@ class Renderer:
         return text if generation_prompt else self._unclosed(text, tools)
 
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
-        """Token ids of messages and the generation prompt: what an engine is given to write the next answer."""
+        """Token ids of messages and the generation prompt: what an engine is given to write the next answer. Raises Rejected."""
         text = self.text(self._plain(messages), tools, generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -182,6 +182,10 @@ class Renderer:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
             raise Rejected("template_error", f"the chat template refuses it: {' '.join(str(e).split())[:200]}") from None
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise Rejected("invalid_unicode", "its text holds half of a surrogate pair") from None
         return text, spans[0] if spans else []
 
     def _plain(self, messages: list[dict]) -> list[dict]:
@@ -236,10 +240,6 @@ class Renderer:
         marked = bool(GENERATION.search(self.template(bool(tools))))
         text, marks = self._render(messages, tools, False, marks=marked)
         text = self._unclosed(text, tools)
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise Rejected("invalid_unicode", "its text holds half of a surrogate pair") from None
         found: list[Span | None] = []
         last_end = 0
         for i in turns:

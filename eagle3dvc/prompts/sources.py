@@ -56,7 +56,7 @@ class OpenSource:
 
 def open_sources(params: Params) -> list[OpenSource]:
     """Every source of prepare.sources, checked to exist. Raises UserError naming the source and what to do."""
-    opened = [_open(source, params.seed, f"prepare.sources[{i}]") for i, source in enumerate(params.prepare.sources)]
+    opened = [open_source(source, params.seed, f"prepare.sources[{i}]") for i, source in enumerate(params.prepare.sources)]
     names: dict[str, int] = {}
     for i, source in enumerate(opened):
         if (first := names.setdefault(source.name, i)) != i:
@@ -103,14 +103,15 @@ def shuffled(rows: Iterable[Row], buffer: int, seed: int) -> Iterator[Row]:
     yield from held
 
 
-def _open(source: Source, seed: int, parameter: str) -> OpenSource:
+def open_source(source: Source, seed: int, parameter: str) -> OpenSource:
+    """One source, checked to exist; `parameter` is where it stands in params.yaml. Raises UserError."""
     if source.path == "demo":
         return OpenSource(source.name or "demo", lambda: _demo_rows(source.name or "demo", seed), source.weight, endless=True)
     path = Path(source.path).expanduser()
     if path.exists():
         files = _files(path, parameter)
         name = source.name or (path.resolve().name if path.is_dir() else path.name.removesuffix(_suffix(path)))
-        return OpenSource(name, lambda: _file_rows(name, files), source.weight, note=_left_out(path, files))
+        return OpenSource(name, lambda: _file_rows(name, files, parameter), source.weight, note=_left_out(path, files))
     looks_local = source.path.startswith((".", "/", "~")) or source.path.count("/") > 1 or path.suffix.lower() in (
         *FORMATS, *COMPRESSIONS, ".txt", ".csv", ".tsv", ".arrow", ".xz", ".zip", ".tar", ".bz2", ".ndjson"
     )  # fmt: skip
@@ -176,7 +177,7 @@ def _left_out(path: Path, files: list[Path]) -> str | None:
     )
 
 
-def _file_rows(name: str, files: list[Path]) -> Iterator[Row]:
+def _file_rows(name: str, files: list[Path], parameter: str) -> Iterator[Row]:
     for path in files:
         kind = next(k for k in FORMATS if _suffix(path).lower().startswith(k))
         read = {".jsonl": _json_lines, ".json": _json_values, ".parquet": _parquet_rows}[kind]
@@ -188,7 +189,7 @@ def _file_rows(name: str, files: list[Path]) -> Iterator[Row]:
         except OSError as e:
             raise UserError(f"{path} cannot be read ({e.strerror or e}): check the file, or fetch it again") from None
         if not count:
-            raise UserError(f"{path} is empty: it holds no row; remove it from prepare.sources or fill it")
+            raise UserError(f"{path} is empty: it holds no row; remove it from {parameter.partition('[')[0]} or fill it")
 
 
 def _bytes_of(path: Path) -> io.BufferedReader:

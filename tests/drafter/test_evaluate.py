@@ -111,6 +111,16 @@ def test_a_drafter_does_not_differ_from_itself(trained, run):
     assert found["difference"] == 0 and found["difference_ci95"] == [0, 0]
 
 
+def test_a_foreign_sglang_drafter_that_does_not_say_its_verifier_is_to_be_converted_first(trained, tmp_path):
+    shutil.copytree(trained.export / "sglang", tmp_path / "foreign")
+    config = json.loads((tmp_path / "foreign/config.json").read_text())
+    del config["eagle3dvc"]
+    (tmp_path / "foreign/config.json").write_text(json.dumps(config))
+    (tmp_path / "foreign/eagle3dvc.json").unlink()
+    with pytest.raises(UserError, match="give --verifier-name, .*: convert it with `eagle3dvc convert .*foreign OUT --to spec"):
+        evaluate.as_speculators(tmp_path / "foreign", tmp_path)
+
+
 def test_the_sglang_layout_alone_gives_the_same_numbers(trained, run, tmp_path):
     shutil.copytree(trained.export / "sglang", tmp_path / "only/sglang")
     assert run(drafter=tmp_path / "only")[0] == run()[0]
@@ -279,11 +289,22 @@ def test_prompt_files_are_rendered_and_grouped_by_category(tmp_path):
     ], "first questions only, each with the prompt for an answer"
     assert [p.group for p in found] == ["questions/math", "questions", "questions"]
     assert len(evaluate.file_prompts(asked, tmp_path / "verifier", 1)) == 1
+    other = tmp_path / "other" / "questions.jsonl"
+    other.parent.mkdir()
+    other.write_text(json.dumps(rows[1]) + "\n")
+    both = params(prompts=[str(file), str(other)], watch=str(tmp_path))
+    groups = [p.group for p in evaluate.file_prompts(both, tmp_path / "verifier", 10)]
+    assert groups == [f"{file}/math", str(file), str(file), str(other)], "two files of one name"
+    with pytest.raises(UserError, match=r"evaluate\.prompts names .*questions\.jsonl twice"):
+        evaluate.file_prompts(params(prompts=[str(file), f"{tmp_path}/other/../questions.jsonl"], watch=str(tmp_path)), "x", 1)
     file.write_text("")
     with pytest.raises(UserError, match=r"questions\.jsonl is empty: it holds no row; remove it from evaluate\.prompts"):
         evaluate.file_prompts(asked, tmp_path / "verifier", 10)
     file.write_text(json.dumps({"nothing": 1}) + "\n")
     with pytest.raises(UserError, match=r"evaluate\.prompts: .*questions\.jsonl line 1 is no question"):
+        evaluate.file_prompts(asked, tmp_path / "verifier", 10)
+    file.write_text('{"turns": ["half a pair: \\ud800"]}\n')
+    with pytest.raises(UserError, match=r"evaluate\.prompts: .*line 1 is no question \(invalid_unicode: "):
         evaluate.file_prompts(asked, tmp_path / "verifier", 10)
 
 
