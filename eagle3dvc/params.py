@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eagle3dvc.errors import UserError, yaml_problem
 
+MOST_DRAFT_TOKENS = 64
 Positive = Annotated[int, Field(ge=1, le=2**53)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -167,7 +168,7 @@ class Train(Block):
     draft_intermediate_size: Positive | None = None
     draft_config: dict[str, Any] = {}
     draft_vocab_size: Positive = 512
-    ttt_steps: Annotated[int, Field(ge=1, le=64)] = 3
+    ttt_steps: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = 3
     ttt_step_loss_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     loss: str = "kl_div"
     norms: Literal["portable", "speculators"] = "portable"
@@ -212,11 +213,11 @@ class Export(Block):
 
 
 class Evaluate(Block):
-    draft_tokens: Annotated[int, Field(ge=1, le=64)] = 3
+    draft_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = 3
     samples: Positive = 200
     engine: Literal["none", "vllm"] = "none"
     batch_sizes: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(min_length=1)] = [1]
-    sweep_draft_tokens: list[Annotated[int, Field(ge=1, le=64)]] = []
+    sweep_draft_tokens: list[Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)]] = []
     prompts: list[str] = []
     watch: str = "stages/evaluate.py"
     max_new_tokens: Positive = 128

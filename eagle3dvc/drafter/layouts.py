@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3dvc.errors import UserError
+from eagle3dvc.params import MOST_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -249,7 +250,7 @@ def _check_kinds(values: Any, kinds: Any, name: str, where: Path) -> None:
 def detect(config: dict[str, Any], where: Path) -> str:
     """`speculators` or `sglang`; UserError when it is neither."""
     kind = config.get("speculators_model_type")
-    if kind == "eagle3":
+    if kind == ALGORITHM:
         return SPECULATORS
     if kind is not None:
         raise UserError(f"{where}: speculators_model_type is {kind!r}, only eagle3 drafters are handled")
@@ -396,8 +397,10 @@ def check_config(config: dict[str, Any], d: Drafter, layout: str, where: Path) -
     tokens = (
         [m.get("speculative_tokens") if isinstance(m, dict) else None for m in methods] if isinstance(methods, list) else []
     )
-    if not tokens or any(type(n) is not int or not 1 <= n <= 64 for n in tokens):
-        refuse("speculators_config.proposal_methods must be a list whose entries say speculative_tokens, 1 to 64")
+    if not tokens or any(type(n) is not int or not 1 <= n <= MOST_DRAFT_TOKENS for n in tokens):
+        refuse(
+            f"speculators_config.proposal_methods must be a list whose entries say speculative_tokens, 1 to {MOST_DRAFT_TOKENS}"
+        )
 
 
 def _decoder(raw: dict[str, Any], where: Path, drop: set[str] = frozenset()) -> dict[str, Any]:
@@ -529,7 +532,7 @@ def config_of(d: Drafter, layout: str) -> dict[str, Any]:
             "embed_requires_grad": False,
             **{flag: getattr(d, flag) for flag in NORM_FLAGS},
             "speculators_config": {
-                "algorithm": "eagle3",
+                "algorithm": ALGORITHM,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [
                     {
@@ -541,7 +544,7 @@ def config_of(d: Drafter, layout: str) -> dict[str, Any]:
                 ],
                 "verifier": {"architectures": list(d.verifier_architectures), "name_or_path": d.verifier},
             },
-            "speculators_model_type": "eagle3",
+            "speculators_model_type": ALGORITHM,
             "speculators_version": SPECULATORS_VERSION,
             "target_hidden_size": d.target_hidden_size,
             "tie_word_embeddings": False,

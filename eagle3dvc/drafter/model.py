@@ -25,7 +25,6 @@ NORMS = {
     "portable": {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False},
     "speculators": {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": False, "norm_output": True},
 }
-ALGORITHM = "eagle3"
 # what makes two checkpoints compute different things from the same tensors
 SAME_FUNCTION = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
 SAME_LAYER = ("rope_parameters", "rms_norm_eps", "head_dim", "num_attention_heads", "num_key_value_heads", "hidden_act")
@@ -150,7 +149,7 @@ def draft_config(info: Any, train: Any, layer_ids: list[int]):
         embed_requires_grad=False,
         eagle_aux_hidden_state_layer_ids=aux,
         speculators_config=SpeculatorsConfig(
-            algorithm=ALGORITHM,
+            algorithm=layouts.ALGORITHM,
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=train.ttt_steps)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=info.name, architectures=[]),
@@ -276,7 +275,7 @@ def load(folder: str | Path, verifier_folder: str | Path = "data/verifier", atte
     from eagle3dvc.verifier import load_head
 
     raw, tensors = read_checkpoint(folder)
-    if raw.get("speculators_model_type") != ALGORITHM:
+    if raw.get("speculators_model_type") != layouts.ALGORITHM:
         raise UserError(f"{folder}/config.json is not an EAGLE-3 checkpoint in speculators layout: convert it first")
     head = load_head(verifier_folder)
     layer = raw["transformer_layer_config"]

@@ -36,7 +36,7 @@ import xxhash
 from eagle3dvc import params as params_module
 from eagle3dvc import stage
 from eagle3dvc import verifier as verifier_module
-from eagle3dvc.drafter import checkpoints, guards, model, vocab
+from eagle3dvc.drafter import checkpoints, guards, layouts, model, vocab
 from eagle3dvc.drafter.curves import CurvesHandler
 from eagle3dvc.drafter.data import Plan, survey, usable
 from eagle3dvc.errors import UserError
@@ -321,7 +321,7 @@ def warm_folder(where: str, aux_layer_ids: list[int], verifier: str) -> Path:
     raw = path / "config.json"
     if not raw.is_file():
         raise UserError(f"train.warm_start = {where}: {path} has no config.json, it is not a drafter checkpoint")
-    if json.loads(raw.read_text(encoding="utf-8")).get("speculators_model_type") == model.ALGORITHM:
+    if json.loads(raw.read_text(encoding="utf-8")).get("speculators_model_type") == layouts.ALGORITHM:
         return path
     from eagle3dvc.drafter.convert import convert
 
@@ -535,8 +535,8 @@ def _train(params: Params, paths: dict[str, str], rank: int, world: int, log: An
         raise UserError(
             f"the {'GPU' if device.type == 'cuda' else 'machine'}'s memory is too small after step "
             f"{trainer.global_step if trainer else 0}: lower train.tokens_per_batch (now {params.train.tokens_per_batch}), "
-            "train.ttt_steps or train.draft_vocab_size, set train.gradient_checkpointing, or end what else uses that memory; "
-            "the last checkpoint is kept"
+            "train.ttt_steps, train.draft_vocab_size or train.draft_intermediate_size, set train.gradient_checkpointing, or end what "
+            "else uses that memory; the last checkpoint is kept"
         ) from None
     finally:
         for h in (handler, *logger.handlers):

@@ -77,7 +77,6 @@ def choose(params: Params, info: VerifierInfo) -> str:
 
     import torch
 
-    os.environ.update(params.extract.env)  # before vLLM is imported
     # On CPU vLLM's start-up of over a minute outweighs its speed for the small verifiers that fit there.
     if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
         return "transformers"
@@ -96,7 +95,7 @@ def make(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) -> Engine
                 f"extract.workers = {params.extract.workers} needs Ray ({e}): pip install 'ray>=2.40', or set extract.workers to 1"
             ) from e
         return RayEngine(params, info, layer_ids)
-    os.environ.update(params.extract.env)
+    os.environ.update(params.extract.env)  # before vLLM is imported
     name = choose(params, info)
     if name == "transformers":
         if params.extract.engine_args:

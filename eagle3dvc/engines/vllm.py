@@ -163,7 +163,6 @@ class VllmEngine:
     version = VERSION
 
     def __init__(self, params: Params, info: VerifierInfo, layer_ids: Sequence[int]):
-        os.environ.update(params.extract.env)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: errors arrive as what they are
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         # Sampling with a seed for each request is not FlashInfer's, yet it compiles its sampler at the first start (90 s on an H200).
