@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ _THOUGHT = "</think>"
 class Answer:
     """token_ids: what the verifier wrote, its stop token included. ended: it stopped by itself, not at a limit."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     ended: bool
 
     def within(self, limit: int) -> Answer | None:
@@ -55,6 +55,18 @@ class Answer:
         if len(self.token_ids) > limit:
             return Answer(self.token_ids[:limit], False)
         return self if self.ended or len(self.token_ids) == limit else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the tokens of an answer begin in the log, how many they are, and whether the verifier stopped by itself."""
+
+    at: int
+    count: int
+    ended: bool
+
+    def better_than(self, other: _Place) -> bool:
+        return not other.ended and (self.ended or self.count > other.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,65 +87,82 @@ def settings_key(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:24]
 
 
+def _sum(record: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(record)
+
+
 def prompt_key(prompt: Sequence[int]) -> bytes:
     """16 bytes that name a prompt."""
     return xxhash.xxh3_128_digest(np.asarray(prompt, dtype="<i4").tobytes())
 
 
 class AnswerStore:
-    """Finished answers of one set of settings, in one append-only file.
+    """Finished answers of one set of settings, in one append-only file; memory holds where each stands, not its tokens.
 
     A record is one write, so a killed run keeps every finished answer; the file is fsynced at least once a second and at the
-    end. A torn or damaged tail is cut off when the file is opened. Several processes may append at the same time.
+    end. Torn and damaged records are passed over when the file is opened, at its end cut off. Several processes may append at
+    the same time; of several answers to one prompt the first that ended counts, else the longest.
     """
 
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._known: dict[bytes, Answer] = {}
+        self._known: dict[bytes, _Place] = {}
         self._synced = time.monotonic()
         self._load()
 
     def _load(self) -> None:
         raw = self.path.read_bytes()
-        at = 0
+        at = end = damaged = 0  # end: of the last whole record
         while at + _HEAD.size + _CHECK.size <= len(raw):
             key, count, ended = _HEAD.unpack_from(raw, at)
-            end = at + _HEAD.size + 4 * count
-            if end + _CHECK.size > len(raw) or _CHECK.unpack_from(raw, end)[0] != xxhash.xxh3_64_intdigest(raw[at:end]):
-                break
-            self._known[key] = Answer(np.frombuffer(raw, "<i4", count, at + _HEAD.size).tolist(), bool(ended))
-            at = end + _CHECK.size
+            check = at + _HEAD.size + 4 * count
+            if ended > 1 or check + _CHECK.size > len(raw) or _sum(raw[at:check]) != _CHECK.unpack_from(raw, check)[0]:
+                at += 1
+                continue
+            self._keep(key, _Place(at + _HEAD.size, count, bool(ended)))
+            damaged += at - end
+            at = end = check + _CHECK.size
         exclusive = True
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             exclusive = False  # another run writes here: what looks torn is its record under way
-        if at < len(raw) and exclusive:
-            print(f"note: {self.path} has a torn end; {len(raw) - at} bytes dropped", file=sys.stderr, flush=True)
-            os.ftruncate(self._fd, at)
+        if end < len(raw) and exclusive:
+            print(f"note: {self.path} has a torn end; {len(raw) - end} bytes dropped", file=sys.stderr, flush=True)
+            os.ftruncate(self._fd, end)
+        if damaged:
+            print(f"note: {self.path} has {damaged} damaged bytes; their answers are lost", file=sys.stderr, flush=True)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def _keep(self, key: bytes, new: _Place) -> None:
+        old = self._known.get(key)
+        if old is None or new.better_than(old):
+            self._known[key] = new
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, prompt: Sequence[int], limit: int) -> Answer | None:
         known = self._known.get(prompt_key(prompt))
-        return known.within(limit) if known is not None else None
+        if known is None:
+            return None
+        return Answer(np.frombuffer(os.pread(self._fd, 4 * known.count, known.at), "<i4").tolist(), known.ended).within(limit)
 
     def add(self, prompt: Sequence[int], answer: Answer) -> None:
         self.add_key(prompt_key(prompt), answer)
 
     def add_key(self, key: bytes, answer: Answer) -> None:
-        old = self._known.get(key)
-        if old is not None and (old.ended or len(old.token_ids) >= len(answer.token_ids)):
+        new, old = _Place(0, len(answer.token_ids), answer.ended), self._known.get(key)
+        if old is not None and not new.better_than(old):
             return
         record = _HEAD.pack(key, len(answer.token_ids), answer.ended) + np.asarray(answer.token_ids, "<i4").tobytes()
-        record += _CHECK.pack(xxhash.xxh3_64_intdigest(record))
+        record += _CHECK.pack(_sum(record))
         if os.write(self._fd, record) != len(record):
             raise OSError(28, "no space left on the disk", str(self.path))
-        self._known[key] = answer
+        at = os.lseek(self._fd, 0, os.SEEK_CUR) - len(record)  # where it was appended, whoever else appends
+        self._known[key] = replace(new, at=at + _HEAD.size)
         if time.monotonic() - self._synced > 1:
             self.sync()
 
@@ -190,13 +219,13 @@ def write_answers(folder: Path, used: Sequence[tuple[bytes, Answer]]) -> None:
         pq.write_table(table, path, compression="zstd", compression_level=3, use_dictionary=False, write_statistics=False)
 
 
-def read_answers(path: Path) -> Iterator[tuple[bytes, Answer]]:
-    """(key of the prompt, answer) of one file; nothing where it is no such file."""
+def read_answers(file: bytes) -> Iterator[tuple[bytes, Answer]]:
+    """(key of the prompt, answer) of one file's content; nothing where it is no such file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, memory_map=False)
+        table = pq.read_table(pa.BufferReader(file))
     except (pa.ArrowException, OSError):
         return
     if table.schema.equals(_schema()):
@@ -216,7 +245,7 @@ class Responder:
         self.settings = settings(params, info, self.stop)
         self.key = settings_key(self.settings)
         self.store = AnswerStore(stage.work_dir("answers") / f"{self.key}.log")
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(answers=0, answer_tokens=0, answers_cut_off=0)
         self.engine: engines.Engine | None = None
         self.used: list[tuple[bytes, Answer]] = []  # in the order of the conversations
         self._recovered = False
@@ -250,7 +279,9 @@ class Responder:
             try:
                 asked[i] = running[i].send(answer)
             except StopIteration as end:
-                results[i] = self._samples(end.value)
+                results[i] = self._samples(end.value) or Rejected(
+                    "nothing_to_answer", "no turn of it is the verifier's to write: calls of tools stay as they are"
+                )
                 del running[i]
             except Rejected as e:
                 results[i] = e
@@ -262,7 +293,7 @@ class Responder:
             order = sorted(running)
             answers = self._answers([asked[i] for i in order])
             for i, answer in zip(order, answers, strict=True):
-                used[i].append((prompt_key(asked[i][0]), answer))
+                used[i].append((prompt_key(asked[i][0]), replace(answer, token_ids=np.array(answer.token_ids, np.int32))))
                 advance(i, answer)
         self.used += [entry for entries in used for entry in entries]
         return results
@@ -279,7 +310,8 @@ class Responder:
         turns: list[Turn] = []
         if conversation.token_ids is not None:  # tokens without messages: what stands before the first answer is the prompt
             first = int(np.argmax(conversation.loss_mask))
-            if not conversation.loss_mask.any() or first == 0:
+            self.renderer.given_tokens(conversation)
+            if first == 0:
                 raise Rejected("empty_mask", "its loss_mask leaves no prompt to answer")
             yield from self._ask(conversation.token_ids[:first].tolist(), turns)
             return turns
@@ -363,9 +395,10 @@ class Responder:
             self._recover()
             found = [self.store.get(prompt, limit) for prompt, limit in asked]
         self._work["reused"] += sum(a is not None for a in found)
-        missing = [i for i, a in enumerate(found) if a is None]
-        if not missing:
+        absent = [i for i, a in enumerate(found) if a is None]
+        if not absent:
             return found
+        missing = list({prompt_key(asked[i][0]): i for i in reversed(absent)}.values())[::-1]  # each prompt once
         engine = self._started()
         p = self.params.prepare
         prompts, limits = [asked[i][0] for i in missing], [asked[i][1] for i in missing]
@@ -394,7 +427,7 @@ class Responder:
             )
         self.log["seconds_answers"] = round(self.log.get("seconds_answers", 0.0) + time.monotonic() - began, 3)
         self.store.sync()
-        for i in missing:
+        for i in absent:
             found[i] = self.store.get(*asked[i])
             if found[i] is None:
                 raise UserError(f"engine {engine.name} never gave an answer that was asked for ({len(asked[i][0])} tokens)")
@@ -435,7 +468,7 @@ class Responder:
                 seen.update(parts)
                 repo.fetch(parts)
                 for md5 in parts:
-                    for key, answer in read_answers(repo.object_path(md5)):
+                    for key, answer in read_answers(self._whole(repo, md5)):
                         self.store.add_key(key, answer)
         except dvc_repo.Unreachable as e:
             if not self.params.extract.allow_recompute:
@@ -445,6 +478,19 @@ class Responder:
                 ) from e
         self._work["recovered"] = len(self.store) - before
         self.store.sync()
+
+    @staticmethod
+    def _whole(repo: Any, md5: str) -> bytes:
+        """The content of an object of DVC's cache; a damaged one is removed and fetched again, empty where it is nowhere else."""
+        path = repo.object_path(md5)
+        for _ in range(2):
+            content = path.read_bytes() if path.exists() else b""
+            if not content or hashlib.md5(content).hexdigest() == md5:
+                return content
+            print(f"note: {path} is damaged and removed; its answers are fetched or written again", file=sys.stderr, flush=True)
+            path.unlink()
+            repo.fetch([md5])
+        return b""
 
     def _made_here(self, repo: Any, md5: str | None) -> bool:
         """Whether a manifest says its answers have exactly these settings."""

@@ -146,6 +146,46 @@ def test_a_damaged_record_is_not_believed(tmp_path):
         raw[bit // 8] ^= 1 << bit % 8
 
 
+def test_what_stands_behind_damage_is_kept(tmp_path, capsys):
+    """One flipped bit, and a record that a killed process left half of while another one went on writing."""
+    path = tmp_path / "answers.log"
+    one, other = AnswerStore(path), AnswerStore(path)
+    for i in range(20):
+        (one, other)[i % 2].add([i], Answer([i, 1, 0, 7], i % 3 == 0))
+        if i == 9:
+            os.write(other._fd, path.read_bytes()[5:25])
+    assert one.get([4], 4) == Answer([4, 1, 0, 7], False), "where it stands, though another process appends in between"
+    one.close(), other.close()
+    raw = bytearray(path.read_bytes())
+    raw[3] ^= 1
+    path.write_bytes(raw)
+    store = AnswerStore(path)
+    assert [i for i in range(20) if store.get([i], 4) != Answer([i, 1, 0, 7], i % 3 == 0)] == [0]
+    assert f"{24 + 16 + 8 + 20} damaged bytes" in capsys.readouterr().err
+    store.close()
+    assert path.read_bytes() == raw
+
+
+def test_the_better_of_two_answers_counts_whichever_came_first(tmp_path):
+    ended, cut, longer = Answer([7] * 5, True), Answer([8] * 3, False), Answer([9] * 9, False)
+    for n, order in enumerate(([ended, cut, longer], [cut, ended, longer], [longer, cut, ended], [cut, longer, ended])):
+        path = tmp_path / f"{n}.log"
+        stores = [AnswerStore(path) for _ in order]  # processes that do not see each other's answers
+        for store, answer in zip(stores, order, strict=True):
+            store.add([1], answer)
+            store.close()
+        store = AnswerStore(path)
+        assert store.get([1], 20) == ended
+        store.close()
+    store = AnswerStore(tmp_path / "same.log")
+    store.add([1], longer)
+    store.add([1], ended)  # another engine's: the longer limit that was asked for is answered
+    assert store.get([1], 20) == ended
+    store.add([1], Answer([6] * 12, True))
+    assert store.get([1], 20) == ended
+    store.close()
+
+
 def test_answers_under_other_limits():
     ended, cut = Answer([1, 2, STOP], True), Answer([1, 2, 3], False)
     assert ended.within(3) == ended.within(50) == ended
@@ -342,6 +382,88 @@ def test_answers_come_back_from_dvc(project, monkeypatch):
     assert metrics["answers_cut_off"] > 0
     assert log["answers_recovered"] == metrics["answers"] + metrics["answers_cut_off"]
     assert [f.read_bytes() for f in shard_files("data/prompts")] == want
+
+
+def test_a_damaged_answer_in_the_cache_of_dvc_is_written_again(project, monkeypatch):
+    def run(*args):
+        done = subprocess.run(args, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    run("git", "init", "-q")
+    run(sys.executable, "-m", "dvc", "init", "-q")
+    monkeypatch.setenv("DVC_ROOT", ".")
+    p = project()
+    build(p)
+    want = {f.name: f.read_bytes() for f in Path("data/prompts").rglob("*.parquet")}
+    Path("dvc.yaml").write_text("stages:\n  prepare:\n    cmd: test -d data/prompts\n    outs:\n    - data/prompts\n")
+    run(sys.executable, "-m", "dvc", "commit", "-q", "-f", "prepare")
+    (stored,) = (f for f in Path(".dvc/cache/files/md5").rglob("*") if f.is_file() and f.read_bytes() == want["00000.parquet"])
+    for f in Path(".dvc/tmp/eagle3dvc/answers").iterdir():
+        f.unlink()
+    subprocess.run(["rm", "-rf", "data/prompts"], check=True)
+    raw = bytearray(stored.read_bytes())
+    raw[len(raw) // 4] ^= 1
+    stored.chmod(0o644)
+    stored.write_bytes(raw)
+    with pytest.raises(UserError, match="answers are not in the cache.*allow_recompute"):  # no remote has them either
+        build(p)
+    log = {}
+    build(project(extract={"allow_recompute": True}), log)
+    assert log["answers_recovered"] == 0 and log["answers_generated"] > 0
+    assert {f.name: f.read_bytes() for f in Path("data/prompts").rglob("*.parquet")} == want
+    assert not stored.exists()
+
+
+def asked(project, rows, **prepare):
+    """(metrics, log, rejected rows) of rows of our own."""
+    Path("rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    log = {}
+    metrics = build(project(max_samples=len(rows), max_rejected_fraction=1.0, **prepare), log)
+    return metrics, log, [json.loads(line) for line in Path("data/prompts/rejected.jsonl").read_text().splitlines()]
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "reason"),
+    [
+        ({"messages": [{"role": "user", "content": "1+1?"}, CALL]}, "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT, "nothing_to_answer"),
+        ({"prompt": "half \ud800"}, None, "invalid_unicode"),
+        ({"input_ids": [1, 99999, 4], "loss_mask": [0, 0, 1]}, None, "token_out_of_range"),
+        (
+            {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Why?"}]},
+            "{% for m in messages %}{% if m.role != 'system' %}" + TURN + "{% endif %}{% endfor %}" + PROMPT,
+            "not_rendered",
+        ),
+        ({"prompt": "Why?"}, "{% for m in messages %}" + TURN + "{% endfor %}", "no_generation_prompt"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_rejected_with_its_reason(project, row, template, reason):
+    fine = {"prompt": "What is it?"}
+    ok = reason != "no_generation_prompt"
+    rows = [fine, row] if ok else [row, {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}]
+    metrics, _, rejected = asked(project, rows, chat_template=template)
+    assert (metrics["samples"], metrics["rejected"]) == (1, 1)
+    assert [r["reason"] for r in rejected] == [reason]
+    assert metrics["answers_cut_off"] >= 0
+
+
+def test_templates_that_take_the_arguments_of_calls_as_text(project):
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ 'CALL' + m.tool_calls[0]['function']['arguments'] }}<|im_end|>"
+        "{% else %}" + TURN + "{% endif %}{% endfor %}" + PROMPT
+    )
+    messages = [{"role": "user", "content": "1+1?"}, CALL, {"role": "tool", "content": "2"}]
+    metrics, _, _ = asked(project, [{"messages": messages}], chat_template=template)
+    assert metrics["samples"] == 1 and metrics["rejected"] == 0
+
+
+def test_equal_prompts_are_asked_once(project):
+    metrics, log, _ = asked(project, [{"prompt": "the same"}] * 9)
+    assert (metrics["samples"], metrics["duplicates"], log["answers_generated"]) == (1, 8, 1)
 
 
 def test_other_settings_have_other_answers(project):

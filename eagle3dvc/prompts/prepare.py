@@ -1,7 +1,8 @@
 """The prepare stage: rows of all sources, one pass, into prompt shards, a manifest and the list of rejected rows.
 
 One pass in the sources' order, batch by batch: normalise, render, tokenise, truncate, drop what was seen before, choose the
-split, write. Memory holds one batch, one unfinished shard and 16 bytes a sample seen.
+split, write. Memory holds one batch, one unfinished shard and 16 bytes a sample seen; where the verifier answers also the
+answers, 4 bytes a token.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,21 @@ class Renderer:
 
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
         """Token ids of messages and the generation prompt: what an engine is given to write the next answer. Raises Rejected."""
-        text = self.text(self._plain(messages), tools, generation_prompt=True)
+        text = self._with_arguments(lambda: self._question(self._plain(messages), tools), messages)
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _question(self, messages: list[dict], tools) -> str:
+        """The prompt's text; raises Rejected where the template leaves out a part of it or does not begin the answer."""
+        text = self.text(messages, tools, generation_prompt=True)
+        self._asked(messages, tools, text, messages)
+        if not self._habit(messages, tools).prompts:
+            answered = self.text([*messages, {"role": "assistant", "content": "1"}], tools)
+            turn = answered[len(os.path.commonprefix([text, answered])) :].lstrip()
+            if header := next((m for m in self._end_marks if turn.startswith(m) and "think" not in m), None):
+                raise Rejected(
+                    "no_generation_prompt", f"the chat template ignores add_generation_prompt but writes {header!r} itself"
+                )
+        return text
 
     def _render(self, messages, tools, generation_prompt: bool, marks: bool = False) -> tuple[str, list[Span]]:
         import jinja2
@@ -213,16 +226,20 @@ class Renderer:
 
         Raises UserError where the template's own marks and the render boundaries disagree.
         """
+        return self._with_arguments(lambda: self._locate(conversation), conversation.messages)
+
+    def _with_arguments(self, render: Callable[[], Any], messages: list[dict]) -> Any:
+        """What `render` returns; where the template refuses the arguments of tool calls, as it is with them as text."""
         try:
-            return self._locate(conversation)
+            return render()
         except Rejected as e:
-            calls = any("tool_calls" in m for m in conversation.messages)
+            calls = any("tool_calls" in m for m in messages)
             if e.reason != "template_error" or not calls or self._text_arguments:
                 raise
         # vLLM gives templates the arguments of a tool call as a mapping; some (DeepSeek-V3) take only JSON text.
         self._text_arguments = True
         try:
-            return self._locate(conversation)
+            return render()
         finally:
             self._text_arguments = False
 
@@ -303,14 +320,17 @@ class Renderer:
         stripped = text[start:end].rstrip()
         return start + len(stripped) if stripped.endswith(self._end_marks) else end
 
-    def _nothing_lost(self, messages, tools, text: str, found: dict[int, Span | None]) -> None:
-        """Raises Rejected where the template leaves out a part of the conversation that it should have rendered."""
+    def _asked(self, messages, tools, text: str, question: list[dict]) -> None:
+        """Raises Rejected where the template leaves out the tools, which stand before `question`'s answer, or what was asked."""
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise Rejected("not_rendered", f"the chat template leaves out or changes the {message['role']} message")
-        question = messages[: min(found)]
         if tools and self.text(question, tools, generation_prompt=True) == self.text(question, None, generation_prompt=True):
             raise Rejected("not_rendered", "the chat template leaves out the tools")
+
+    def _nothing_lost(self, messages, tools, text: str, found: dict[int, Span | None]) -> None:
+        """Raises Rejected where the template leaves out a part of the conversation that it should have rendered."""
+        self._asked(messages, tools, text, messages[: min(found)])
         for i, span in found.items():
             if span is None:
                 continue
@@ -376,7 +396,7 @@ class Renderer:
         for i, conversation in enumerate(conversations):
             try:
                 if conversation.token_ids is not None:
-                    results[i] = self._given_tokens(conversation)
+                    results[i] = self.given_tokens(conversation)
                 else:
                     located.append((i, *self.locate(conversation)))
             except Rejected as e:
@@ -387,7 +407,8 @@ class Renderer:
             results[i] = item if isinstance(item, Rejected) else Encoded(*item, missed)
         return results
 
-    def _given_tokens(self, conversation: Conversation) -> Encoded:
+    def given_tokens(self, conversation: Conversation) -> Encoded:
+        """A row that came as tokens, checked. Raises Rejected."""
         if (top := int(conversation.token_ids.max())) >= self.vocab_size:
             raise Rejected(
                 "token_out_of_range", f"input_ids holds {top}, the verifier's tokenizer has {self.vocab_size} tokens"
