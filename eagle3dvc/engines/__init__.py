@@ -69,6 +69,11 @@ def sample_seed(seed: int, prompt: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
+def revision(info: VerifierInfo) -> str | None:
+    """The commit that engines load: the one in a hub verifier's identity, wherever the branch stands now; None for folders."""
+    return info.revision if info.source == "hub" else None
+
+
 def choose(params: Params, info: VerifierInfo) -> str:
     """The engine's name: what params.extract.engine says, or for `auto` vLLM where it is installed and a GPU is there."""
     if params.extract.engine != "auto":

@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from eagle3dvc import engines
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.format import FinishedShard, ShardBuffer, ShardRequest
 from eagle3dvc.params import Params
@@ -71,7 +72,7 @@ class TransformersEngine:
         try:
             self.model = AutoModelForCausalLM.from_pretrained(
                 path,
-                revision=params.verifier.revision,
+                revision=engines.revision(info),
                 dtype=getattr(torch, self.dtype),
                 trust_remote_code=params.verifier.trust_remote_code,
             )

@@ -95,7 +95,7 @@ def engine_args(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) ->
     batched = e.max_num_batched_tokens or e.batch_tokens
     args: dict[str, Any] = {
         "model": model_path(params, info),
-        "revision": params.verifier.revision if not Path(model_path(params, info)).is_dir() else None,
+        "revision": engines.revision(info),
         "trust_remote_code": params.verifier.trust_remote_code,
         "skip_tokenizer_init": True,  # token ids in, token ids out: no tokenizer code of the checkpoint runs here
         "generation_config": "vllm",  # sampling is what params.yaml says, not what the checkpoint suggests

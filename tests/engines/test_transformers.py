@@ -1,6 +1,10 @@
 """The reference engine against transformers' own hidden states: every layer, any batch, any padding."""
 
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from eagle3dvc.engines.transformers import TransformersEngine, length_batches
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.format import ShardRequest, shard_key
 from eagle3dvc.hidden_states.reader import Shard
+from tests.engines import models
 
 LENGTHS = [5, 61, 2, 33, 34, 7, 120, 3]
 
@@ -119,3 +124,35 @@ def test_settings_of_vllm_are_refused(tiny_llama, tmp_path):
     info = verifier.build(p, tmp_path / "verifier")
     with pytest.raises(UserError, match="need extract.engine = vllm"):
         TransformersEngine(p, info, verifier.layer_ids(info, p))
+
+
+FROM_HUB = """
+import sys
+from eagle3dvc import params, verifier
+from eagle3dvc.engines.transformers import TransformersEngine
+p = params.parse({"max_samples": 1, "verifier": {"model": "org/tiny"}, "extract": {"engine": "transformers"}})
+info = verifier.build(p, sys.argv[1])
+open(sys.argv[2], "w").write("b" * 40)  # somebody pushes to the branch
+engine = TransformersEngine(p, info, [2, 8])
+engine.prove(verifier.load_head(sys.argv[1]))
+print(info.identity, engine.model.get_input_embeddings().weight.sum().item())
+"""
+
+
+def test_the_commit_of_the_identity_is_loaded_when_its_branch_has_moved(tmp_path):
+    repo = tmp_path / "home/hub/models--org--tiny"
+    model = models.save_model("llama", repo / "snapshots" / ("a" * 40))
+    shutil.copytree(repo / "snapshots" / ("a" * 40), repo / "snapshots" / ("b" * 40))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    model.save_pretrained(repo / "snapshots" / ("b" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text("a" * 40)
+    env = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    env.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-c", FROM_HUB, str(tmp_path / "verifier"), str(repo / "refs/main")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    identity, weights = done.stdout.split()[-2:]
+    assert identity == f"hub:org/tiny@{'a' * 40}"
+    assert float(weights) == pytest.approx(model.get_input_embeddings().weight.sum().item() / 2)

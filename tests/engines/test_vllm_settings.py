@@ -220,6 +220,16 @@ def test_engine_args(tmp_path):
 
 
 @needs_vllm
+def test_hub_verifiers_are_loaded_at_the_commit_of_their_identity(tmp_path):
+    from eagle3dvc.engines.vllm import engine_args
+
+    p = params.parse({"max_samples": 1, "verifier": {"model": "org/tiny"}})
+    info = SimpleNamespace(folder=tmp_path, source="hub", revision="a" * 40, model_type="llama")
+    args = engine_args(p, info, [2, 8])
+    assert (args["model"], args["revision"]) == ("org/tiny", "a" * 40)
+
+
+@needs_vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fault of generators on CPUs")
 def test_prompts_of_sampled_answers_are_not_chunked_on_a_cpu(tmp_path):
     from eagle3dvc.engines.vllm import engine_args
