@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from eagle3dvc import engines
 
@@ -51,7 +51,12 @@ def generate(
     batch_tokens: int,
     done: Callable[[int, list[int]], None] | None = None,
 ) -> list[list[int]]:
-    """See :meth:`eagle3dvc.engines.Engine.generate`."""
+    """See :meth:`eagle3dvc.engines.Engine.generate`. The model loses its own generation_config.
+
+    That file of a checkpoint is not part of an answer's key, and vLLM does not read it, so nothing of it may count here:
+    transformers would fill from it whatever is left open below (suppressed tokens, least lengths, forced ends).
+    """
+    model.generation_config = GenerationConfig()
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stop = set(stop_token_ids)
     answers: list[list[int]] = [[] for _ in prompts]
@@ -66,18 +71,17 @@ def generate(
         if temperature > 0:
             warpers += [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)]
             warpers.append(GumbelNoise([engines.sample_seed(seed, prompts[i]) for i in rows]))
-        out = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
+        settings = GenerationConfig(
             max_new_tokens=max(limits[i] for i in rows),
             do_sample=False,
             num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            repetition_penalty=1.0,
             eos_token_id=sorted(stop) or None,
             pad_token_id=0,
+        )
+        out = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=settings,
             logits_processor=warpers,
         )[:, longest:].tolist()
         for i, row in zip(rows, out, strict=True):

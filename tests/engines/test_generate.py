@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from eagle3dvc import engines
 from eagle3dvc.engines.transformers_generate import GumbelNoise, batches, generate
@@ -32,6 +33,28 @@ def test_greedy_batches_equal_single_prompts(model):
     for prompt, answer, limit in zip(prompts, answers, LIMITS, strict=True):
         alone = model.generate(torch.tensor([prompt]), max_new_tokens=limit, do_sample=False, eos_token_id=257, pad_token_id=0)
         assert answer == alone[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"suppress_tokens": [257]},
+        {"min_new_tokens": 12},
+        {"forced_eos_token_id": 257},
+        {"no_repeat_ngram_size": 1},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_the_generation_config_of_a_checkpoint_changes_no_answer(tmp_path, own):
+    prompts = [p.tolist() for p in models.prompts(LENGTHS)]
+    model = models.save_model("llama", tmp_path)
+    with torch.no_grad():
+        model.lm_head.weight[257] *= 3  # it often ends
+    settings = dict(max_new_tokens=12, temperature=0.0, top_p=1.0, seed=0, stop_token_ids=[257], batch_tokens=200)
+    plain = generate(model, prompts, **settings)
+    assert any(len(a) < 12 for a in plain)
+    model.generation_config = GenerationConfig(**own)
+    assert generate(model, prompts, **settings) == plain
 
 
 def test_samples_depend_on_prompt_and_seed_only(model):
