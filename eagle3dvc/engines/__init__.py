@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from eagle3dvc.errors import UserError
@@ -90,8 +92,35 @@ def choose(params: Params, info: VerifierInfo) -> str:
     return "vllm" if vllm.supports(info) else "transformers"
 
 
+def check_rope(params: Params, info: VerifierInfo) -> None:
+    """Raises UserError where the rotary embedding of a sample may depend on the longest sample beside it or on max_model_len.
+
+    transformers chooses the factors of `longrope` and the base of `dynamic` by the longest sample of a batch. vLLM takes
+    longrope's long factors for every sample once its max_model_len, prepare.max_length + 1, passes the original length.
+    """
+    path = Path(info.folder) / "config.json"
+    if not path.is_file():
+        return  # a Ray worker that does not see the driver's files, and the driver has looked
+    config = json.loads(path.read_text(encoding="utf-8"))
+    ropes = config.get("rope_parameters") or {}
+    for rope in [r for r in ropes.values() if isinstance(r, dict)] or [ropes]:  # one of each kind of layer, or one for all
+        kind = rope.get("rope_type")
+        if kind == "longrope":
+            most = rope["original_max_position_embeddings"] - 1
+        elif kind == "dynamic":
+            most = config["max_position_embeddings"]
+        else:
+            continue
+        if params.prepare.max_length > most:
+            raise UserError(
+                f"{info.name} has a {kind} rotary embedding: where samples may have more than {most} tokens, the states of each "
+                f"depend on those beside it; lower prepare.max_length from {params.prepare.max_length} to {most}"
+            )
+
+
 def make(params: Params, info: VerifierInfo, layer_ids: Sequence[int]) -> Engine:
     """Load the verifier into the engine that params ask for, or into extract.workers of them (through Ray)."""
+    check_rope(params, info)
     if params.extract.workers > 1:
         try:
             from eagle3dvc.engines.ray import RayEngine

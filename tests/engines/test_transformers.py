@@ -1,19 +1,22 @@
 """The reference engine against transformers' own hidden states: every layer, any batch, any padding."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle3dvc import engines, verifier
 from eagle3dvc import params as params_module
-from eagle3dvc import verifier
-from eagle3dvc.engines.transformers import TransformersEngine, length_batches
+from eagle3dvc.engines import transformers as engine_module
+from eagle3dvc.engines.transformers import TransformersEngine, length_batches, relative_error
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.format import ShardRequest, shard_key
 from eagle3dvc.hidden_states.reader import Shard
@@ -156,3 +159,68 @@ def test_the_commit_of_the_identity_is_loaded_when_its_branch_has_moved(tmp_path
     identity, weights = done.stdout.split()[-2:]
     assert identity == f"hub:org/tiny@{'a' * 40}"
     assert float(weights) == pytest.approx(model.get_input_embeddings().weight.sum().item() / 2)
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (LONGROPE, 63),  # vLLM's max_model_len is one more than the samples have
+        ({"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}, "other": None}, 63),
+        ({"rope_type": "dynamic", "factor": 2.0}, 512),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 64, "factor": 8.0}, None),
+        ({"rope_theta": 10000.0}, None),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ropes_that_follow_the_longest_sample_are_refused(tmp_path, monkeypatch, rope, longest, workers):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512, "rope_parameters": rope}))
+    monkeypatch.setattr(engine_module, "TransformersEngine", lambda *args: "started")
+    ray = pytest.importorskip("eagle3dvc.engines.ray") if workers > 1 else None
+    if ray:
+        monkeypatch.setattr(ray, "RayEngine", lambda *args: "started")
+    info = SimpleNamespace(folder=tmp_path, name="phi")
+
+    def make(max_length):
+        settings = {"max_samples": 1, "extract": {"engine": "transformers", "workers": workers}}
+        return engines.make(params_module.parse({**settings, "prepare": {"max_length": max_length}}), info, [2, 8])
+
+    assert make(longest or 4096) == "started"
+    if longest:
+        with pytest.raises(UserError, match=f"lower prepare.max_length from {longest + 1} to {longest}"):
+            make(longest + 1)
+
+
+def test_states_of_longrope_below_its_bound_depend_on_no_neighbour(tmp_path):
+    """And above it they would: the reason for the bound."""
+    from transformers import Phi3Config
+
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    config = Phi3Config(
+        vocab_size=models.VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        original_max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=257,
+        pad_token_id=None,
+        rope_parameters={**LONGROPE, **factors},
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "phi")
+    models.save_tokenizer(tmp_path / "phi")
+    settings = {"verifier": {"model": str(tmp_path / "phi"), "watch": str(tmp_path / "phi")}, "prepare": {"max_length": 63}}
+    p = params_module.parse({"max_samples": 1, "extract": {"engine": "transformers"}, **settings})
+    info = verifier.build(p, tmp_path / "verifier")
+    engine = engines.make(p, info, [2, 8])
+    short, longest, longer = models.prompts([40, 63, 65])
+    (alone,) = engine.states([short])
+    assert relative_error(engine.states([short, longest])[0], alone) < 1e-5
+    assert relative_error(engine.states([short, longer])[0], alone) > 1e-3
+    with pytest.raises(UserError, match="has a longrope rotary embedding"):
+        engines.make(p.model_copy(update={"prepare": p.prepare.model_copy(update={"max_length": 64})}), info, [2, 8])
