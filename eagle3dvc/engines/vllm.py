@@ -443,15 +443,7 @@ class VllmEngine:
                         "each of these layers for this verifier; set extract.aux_layer_ids to others"
                     )
         logits = head.logits(states[:, -1]).float()  # [T, V]
-        want, got = [], []
-        for i, entry in enumerate(outputs[0].prompt_logprobs[1:]):
-            log_probs = logits[i].log_softmax(-1)
-            scale = logits[i].std().clamp_min(1e-6)
-            for token, value in entry.items():
-                if token < vocab:
-                    want.append(value.logprob / scale.item())
-                    got.append((log_probs[token] / scale).item())
-        error = np.abs(np.array(want) - np.array(got)).max() if want else float("nan")
+        error = proof_error(logits, outputs[0].prompt_logprobs[1:])
         allowed = max(TOLERANCE[self.dtype], 0.5 if self.quantized else 0.0)
         if not error <= allowed:
             raise UserError(
@@ -524,6 +516,24 @@ class VllmEngine:
                 if done is not None:
                     done(i, answers[i])
         return answers
+
+
+def proof_error(logits: torch.Tensor, prompt_logprobs: Sequence[dict[int, Any]]) -> float:
+    """Largest difference of vLLM's log-probabilities to those of logits [T, V], in standard deviations of a position's logits.
+
+    prompt_logprobs: for each position but the last, token -> an object with `logprob`. NaN where there is nothing to compare or
+    something is not finite.
+    """
+    log_probs, std = logits.log_softmax(-1), logits.std(-1)
+    # The logits of a padding token, whose embedding is zero, may be all the same: no scale to measure by.
+    scale = torch.maximum(std, 0.1 * std.median()).clamp_min(1e-6)
+    errors = [
+        abs(value.logprob - log_probs[i, token].item()) / scale[i].item()
+        for i, entry in enumerate(prompt_logprobs)
+        for token, value in entry.items()
+        if token < logits.shape[1]
+    ]
+    return float(np.max(errors)) if errors else float("nan")
 
 
 def _messages(e: BaseException | None) -> list[str]:

@@ -230,6 +230,29 @@ def test_hub_verifiers_are_loaded_at_the_commit_of_their_identity(tmp_path):
 
 
 @needs_vllm
+def test_proof_measures_constant_logits_by_those_of_other_positions():
+    """Token 0 of Phi-3 is padding: its embedding is zero, and so are the logits of a prompt that begins with it."""
+    from eagle3dvc.engines.vllm import proof_error
+
+    def said(logits):
+        return [{t: SimpleNamespace(logprob=p) for t, p in enumerate(row.tolist())} for row in logits.log_softmax(-1)[:-1]]
+
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    logits[0] = 0.0
+    noise = 1e-6 * torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
+    assert proof_error(logits, said(logits + noise)) < 1e-4
+    wrong = logits.clone()
+    wrong[0, 3] = 1.0  # of the constant ones too
+    assert proof_error(logits, said(wrong)) > 0.35
+    wrong = logits.clone()
+    wrong[7, 3] += 1.0
+    assert proof_error(logits, said(wrong)) > 0.35
+    wrong[7, 3] = float("nan")
+    assert np.isnan(proof_error(logits, said(wrong))) and np.isnan(proof_error(wrong, said(logits)))
+    assert np.isnan(proof_error(logits, [{50: SimpleNamespace(logprob=0.0)}]))  # beyond the head's vocabulary
+
+
+@needs_vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fault of generators on CPUs")
 def test_prompts_of_sampled_answers_are_not_chunked_on_a_cpu(tmp_path):
     from eagle3dvc.engines.vllm import engine_args
