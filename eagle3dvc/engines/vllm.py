@@ -63,11 +63,14 @@ OWN_ARGS = {
     "worker_extension_cls": None,
     "data_parallel_size": None,
     "max_model_len": "prepare.max_length",
-    # the states, or the answers, would be another model's under the same key
+    "max_logprobs": None,  # the proof asks for some
+    # the states, or the answers, would be another model's under the same key; or the connector and the proof cannot read them
     **dict.fromkeys(
         "hf_overrides hf_config_path config_format model_class_overrides model_weights quantization_config runner convert "
         "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype disable_sliding_window pooler_config generation_config "
-        "override_generation_config logits_processors spec_method spec_model spec_tokens scheduler_cls worker_cls".split()
+        "override_generation_config logits_processors spec_method spec_model spec_tokens scheduler_cls worker_cls code_revision "
+        "model_impl watermark_config kv_sharing_fast_prefill prefill_context_parallel_size decode_context_parallel_size "
+        "logprobs_mode".split()
     ),
 }
 _MEMORY = re.compile(

@@ -214,7 +214,9 @@ def test_engine_args(tmp_path):
         args(engine_args={"enable_prefix_caching": True})
     with pytest.raises(UserError, match="set prepare.max_length instead"):
         args(engine_args={"max_model_len": 5})
-    for name in ("hf_overrides", "quantization_config", "kv_cache_dtype_skip_layers", "scheduler_cls", "spec_model"):
+    refused = "hf_overrides quantization_config kv_cache_dtype_skip_layers scheduler_cls spec_model max_logprobs logprobs_mode"
+    refused += " watermark_config kv_sharing_fast_prefill prefill_context_parallel_size decode_context_parallel_size model_impl"
+    for name in (*refused.split(), "code_revision"):
         with pytest.raises(UserError, match=f"{name} cannot be set here: extraction depends on its value"):
             args(engine_args={name: {}})
 
