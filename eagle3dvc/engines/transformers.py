@@ -51,7 +51,8 @@ class TransformersEngine:
     """Hidden states by hooks on the decoder layers; only the asked layers are kept.
 
     Samples are padded on the right and no attention mask is passed: under causal attention no token sees the padding
-    after it, so padding cannot leak into states and the fast causal kernel is used.
+    after it, and the fast causal kernel is used. Padding counts as length, which matters to ropes that follow the longest
+    sample of a batch: `engines.check_rope` refuses them where it would.
     """
 
     name = "transformers"
