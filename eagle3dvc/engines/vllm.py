@@ -186,6 +186,7 @@ class VllmEngine:
         self.dtype, self.quantized = params.extract.dtype, params.extract.quantization is not None
         self.in_flight = params.extract.shards_in_flight
         self.args = engine_args(params, info, layer_ids)
+        self.given = list(params.extract.engine_args)
         self.on_tokens: Callable[[int], None] | None = None
         self._preemptions = self._earlier_preemptions = 0
         self._retried = False
@@ -215,8 +216,9 @@ class VllmEngine:
         self._drop()
         if found:
             raise OutOfMemory(found)
+        given = f" and extract.engine_args ({', '.join(self.given)})" if self.given else ""
         raise UserError(
-            f"vLLM {VERSION} did not start with verifier {self.info.name}: {causes[0]}; its log is {log.path}, and "
+            f"vLLM {VERSION} did not start with verifier {self.info.name}{given}: {causes[0]}; its log is {log.path}, and "
             "extract.engine = transformers does without it"
         )
 

