@@ -106,7 +106,8 @@ def check_rope(params: Params, info: VerifierInfo) -> None:
     for rope in [r for r in ropes.values() if isinstance(r, dict)] or [ropes]:  # one of each kind of layer, or one for all
         kind = rope.get("rope_type")
         if kind == "longrope":
-            most = rope["original_max_position_embeddings"] - 1
+            original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+            most = (original or config["max_position_embeddings"]) - 1
         elif kind == "dynamic":
             most = config["max_position_embeddings"]
         else:
