@@ -153,6 +153,7 @@ def self_check(folder: Path, model, expected: list[Wanted]) -> dict[str, float]:
     import torch
 
     layouts.read(folder)
+    layouts.check_names(folder, layouts.detect(layouts.read_config(folder), folder))
     ref = _reference(folder)
     if ref.aux_layer_ids != (trained_on := list(model.config.eagle_aux_hidden_state_layer_ids)):
         raise UserError(
@@ -299,6 +300,7 @@ def verify_export(
         return found
     d, config = layouts.read(folder), layouts.read_config(folder)
     report: dict[str, Any] = {"folder": str(folder), "layout": layouts.detect(config, folder)}
+    layouts.check_names(folder, report["layout"])
     layouts.check_config(config, d, report["layout"], folder)
     if layouts.looks_local(d.verifier):
         raise UserError(f"{folder}: the verifier is named {d.verifier!r}, a local path: write its public id into config.json")

@@ -36,6 +36,7 @@ _NOISE = {
 _SGLANG_OWN = {"draft_vocab_size", "eagle_config", "target_hidden_size", "rope_theta", "rope_scaling", "eagle3dvc"}
 _MOST_LAYERS = 256  # of a draft decoder; a number beyond it is a slip, and would cost memory before any tensor is looked at
 _SKIPPED = {"verifier_norm.weight", "verifier_lm_head.weight"}  # the verifier's own, never part of a drafter
+_BARE = {"lm_head.weight", "d2t", "t2d"}  # names that SGLang does not find behind `model.`
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,55 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _file_name(name: str, layout: str) -> str:
+    """How a layout's file calls the tensor that speculators calls `name`."""
+    return re.sub(r"^layers\.0\.", "midlayer.", name) if layout == SGLANG else name
+
+
+def _common_names(tensors: dict[str, torch.Tensor], where: Path) -> dict[str, torch.Tensor]:
+    """SGLang's tensors by speculators' names, however they are spelt; UserError where two names mean one tensor."""
+    found: dict[str, str] = {}
+    for given in tensors:
+        name = _common_name(given)
+        if name in found:
+            raise UserError(f"{where}: {found[name]} and {given} are two tensors of one meaning: remove the wrong one")
+        found[name] = given
+    return {name: tensors[given] for name, given in found.items()}
+
+
+def _common_name(name: str) -> str:
+    return re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^model\.", "", name))
+
+
+def check_names(folder: Path, layout: str) -> None:
+    """UserError for a tensor whose name the layout's engine would not find, though `read` knows what is meant.
+
+    SGLang takes a name as it is or with `model.` in front and skips what it does not find without a word (source: sglang
+    llama_eagle3.py); vLLM refuses to load what it does not find.
+    """
+    for given in _tensor_names(folder):
+        if layout == SPECULATORS:
+            if given in _SKIPPED:
+                raise UserError(f"{folder}: {given} is a tensor of the verifier, with which vLLM does not load: leave it out")
+            continue
+        name = _common_name(given)
+        written = _file_name(name, layout)
+        if given != written and (name in _BARE or given != f"model.{written}"):
+            raise UserError(
+                f"{folder}: SGLang does not know tensor {given} and would skip it without a word: it must be called {written}"
+            )
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    from safetensors import safe_open
+
+    names: list[str] = []
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as f:
+            names += f.keys()
+    return names
+
+
 def check_tensors(d: Drafter, where: Path) -> None:
     """Names, shapes and kinds against what vLLM's loader asks for; raises UserError naming the first difference."""
     want = expected_tensors(d)
@@ -488,12 +538,11 @@ def _from_sglang(config, tensors, where: Path, layer_ids, verifier) -> Drafter:
     ids = _settle(ids and [i + 1 for i in ids], layer_ids, "layer ids", "--layer-ids (vLLM's: SGLang's plus one)", where)
     extra = config.get("eagle3dvc") or {}
     decoder = _decoder(config, where, drop=_SGLANG_OWN - {"rope_theta", "rope_scaling"})
-    renamed = {re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^model\.", "", k)): v for k, v in tensors.items()}
     name = verifier or extra.get("verifier")
     if not name:
         raise UserError(f"{where} does not name its verifier: give --verifier-name, the public id of the model")
     return Drafter(
-        tensors=renamed,
+        tensors=_common_names(tensors, where),
         decoder=decoder,
         aux_layer_ids=_check_ids(ids, where),
         draft_vocab_size=config.get("draft_vocab_size") or decoder["vocab_size"],
@@ -594,8 +643,8 @@ def write(d: Drafter, folder: str | Path, layout: str) -> None:
         )
     check_tensors(d, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    rename = (lambda n: re.sub(r"^layers\.0\.", "midlayer.", n)) if layout == SGLANG else (lambda n: n)
     # one metadata key: with several, safetensors' order differs between processes and so do the file's bytes
-    save_file({rename(k): v.contiguous() for k, v in d.tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    tensors = {_file_name(k, layout): v.contiguous() for k, v in d.tensors.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner may read
     write_json(folder / "config.json", config_of(d, layout))

@@ -117,6 +117,18 @@ class Reference:
         return logits
 
 
+def _as_sglang_finds_them(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by speculators' names; as in SGLang, what is neither `midlayer.*` nor a parameter's name is not there."""
+    found = {}
+    for name, t in raw.items():
+        bare = name.removeprefix("model.")
+        if bare.startswith("midlayer."):
+            found[f"layers.0.{bare.removeprefix('midlayer.')}"] = t
+        elif name in ("lm_head.weight", "d2t", "t2d") or bare in ("fc.weight", "norm.weight", "embed_tokens.weight"):
+            found[bare] = t
+    return found
+
+
 def load(folder: str | Path) -> Reference:
     """Read either layout as an engine would; a file that is not one fails with KeyError or SafetensorError."""
     from safetensors.torch import load_file
@@ -127,7 +139,7 @@ def load(folder: str | Path) -> Reference:
 
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    raw = {k.removeprefix("model."): v for f in weight_files(folder) for k, v in load_file(f).items()}
+    raw = {k: v for f in weight_files(folder) for k, v in load_file(f).items()}
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     if "speculators_model_type" in config:
         decoder, ids = config["transformer_layer_config"], config["eagle_aux_hidden_state_layer_ids"]
@@ -139,7 +151,7 @@ def load(folder: str | Path) -> Reference:
         decoder, ids = config, [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
         rope = {k: config[k] for k in ("rope_theta", "rope_scaling", "partial_rotary_factor") if k in config}
         flags = dict.fromkeys(flags, False)
-        raw = {k.replace("midlayer.", "layers.0."): v for k, v in raw.items()}
+        raw = _as_sglang_finds_them(raw)
     heads = decoder["num_attention_heads"]
     decoder = decoder | {
         "num_hidden_layers": decoder.get("num_hidden_layers") or 1,

@@ -352,3 +352,63 @@ def test_a_probe_of_nothing(trained, tmp_path):
     save_file(p, folder / check.PROBE, metadata=meta)
     with pytest.raises(UserError, match="holds nothing to compare with"):
         check.verify_export(folder)
+
+
+def rename(folder: Path, old: str, new: str, keep: bool = False) -> None:
+    def change(t):
+        for name in [n for n in t if n.startswith(old)]:
+            t[new + name.removeprefix(old)] = t[name].clone() if keep else t.pop(name)
+
+    edit_tensors(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("layout", "old", "new"),
+    [
+        ("sglang", "midlayer.", "layers.0."),
+        ("sglang", "midlayer.", "model.layers.0."),
+        ("sglang", "midlayer.", "model.model.midlayer."),
+        ("sglang", "lm_head.", "model.lm_head."),
+        ("sglang", "d2t", "model.d2t"),
+        ("speculators", "fc.", "model.fc."),
+        ("speculators", "layers.0.", "model.layers.0."),
+    ],
+)
+@pytest.mark.parametrize("sealed", [True, False])
+def test_names_that_the_engine_would_not_find(trained, tmp_path, layout, old, new, sealed):
+    folder = Path(shutil.copytree(trained.export / layout, tmp_path / layout))
+    if not sealed:
+        (folder / check.PROVENANCE).unlink()
+    f = trained.world.folders
+    model = drafter_model.load(trained.drafter / "best", f["verifier"])
+    expected = check.wanted(model, torch.bfloat16, check.windows(f["hidden"], f["prompts"], count=1))
+    rename(folder, old, new)
+    says = "would skip it without a word: it must be called|is missing"
+    with pytest.raises(UserError, match=says):
+        check.verify_export(folder)
+    with pytest.raises(UserError, match=says):
+        check.self_check(folder, model, expected)
+
+
+def test_names_that_sglang_finds(trained, tmp_path):
+    folder = Path(shutil.copytree(trained.export / "sglang", tmp_path / "sglang"))
+    for name in ("midlayer.", "fc.", "norm."):
+        rename(folder, name, f"model.{name}")
+    assert check.verify_export(folder)[0]["checked"] == ["structure", "provenance", "probe"]
+
+
+@pytest.mark.parametrize(("old", "new"), [("lm_head.", "model.lm_head."), ("midlayer.", "layers.0.")])
+def test_two_names_of_one_tensor(trained, tmp_path, old, new):
+    folder = Path(shutil.copytree(trained.export / "sglang", tmp_path / "sglang"))
+    rename(folder, old, new, keep=True)
+    with pytest.raises(UserError, match="are two tensors of one meaning"):
+        layouts.read(folder)
+
+
+def test_a_tensor_of_the_verifier(trained, tmp_path):
+    """vLLM ends in a traceback on it; `convert` leaves it out."""
+    folder = Path(shutil.copytree(trained.export / "speculators", tmp_path / "speculators"))
+    edit_tensors(folder, lambda t: t.update({"verifier_lm_head.weight": t["lm_head.weight"].clone()}))
+    with pytest.raises(UserError, match="verifier_lm_head.weight is a tensor of the verifier"):
+        check.verify_export(folder)
+    layouts.read(folder)
