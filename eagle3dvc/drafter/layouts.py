@@ -219,7 +219,11 @@ _KINDS = {
         "proposal_methods": [{"speculative_tokens": _COUNT}],
     },
     "transformer_layer_config": _DECODER_KINDS,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": _IDS, "use_aux_hidden_state": _FLAG},
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": _IDS,
+        "use_aux_hidden_state": _FLAG,
+        **dict.fromkeys(NORM_FLAGS, _FLAG),
+    },
     "eagle3dvc": {"speculative_tokens": _COUNT, "verifier": _TEXT, "verifier_architectures": _TEXTS},
 }
 
@@ -536,8 +540,13 @@ def _from_sglang(config, tensors, where: Path, layer_ids, verifier) -> Drafter:
         raise UserError(f"{where}/config.json: use_aux_hidden_state is false, which is not an EAGLE-3 drafter")
     ids = eagle.get("eagle_aux_hidden_state_layer_ids")
     ids = _settle(ids and [i + 1 for i in ids], layer_ids, "layer ids", "--layer-ids (vLLM's: SGLang's plus one)", where)
+    if said := [flag for flag in NORM_FLAGS if config.get(flag) or eagle.get(flag)]:
+        raise UserError(
+            f"{where}/config.json: {said[0]} = true: SGLang's layout cannot say this and SGLang computes without it. If the "
+            "drafter was trained so, only vLLM can serve it, from a speculators config.json; if not, remove the key"
+        )
     extra = config.get("eagle3dvc") or {}
-    decoder = _decoder(config, where, drop=_SGLANG_OWN - {"rope_theta", "rope_scaling"})
+    decoder = _decoder(config, where, drop=_SGLANG_OWN.union(NORM_FLAGS) - {"rope_theta", "rope_scaling"})
     name = verifier or extra.get("verifier")
     if not name:
         raise UserError(f"{where} does not name its verifier: give --verifier-name, the public id of the model")

@@ -202,3 +202,25 @@ def test_converting_a_foreign_drafter_proves_nothing(trained, tmp_path):
     with pytest.raises(UserError, match="nothing shows that it drafts"):
         check.verify_export(tmp_path / "out")
     assert check.verify_export(tmp_path / "out", structure_only=True)[0]["checked"] == ["structure", "provenance"]
+
+
+@pytest.mark.parametrize("flag", layouts.NORM_FLAGS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_norms_that_sglang_cannot_say(trained, tmp_path, flag, inside):
+    """vLLM reads these in an EAGLE config too, SGLang does not: neither reading nor converting may drop them."""
+    given = {"layer_ids": world.AUX, "verifier_name": "tests/tiny"}
+    for value in (True, False):
+        said = {"eagle_config": {flag: value}} if inside else {flag: value}
+        source = foreign(trained, tmp_path / f"in-{value}", **said)
+        if value:
+            with pytest.raises(UserError, match=f"{flag} = true: SGLang's layout cannot say this"):
+                convert(source, "speculators", tmp_path / "out", **given)
+        else:
+            convert(source, "speculators", tmp_path / "out", **given)
+            assert flag not in json.loads((tmp_path / "out/config.json").read_text())["transformer_layer_config"]
+    sealed = Path(shutil.copytree(trained.export / "sglang", tmp_path / "sealed"))
+    config = json.loads((sealed / "config.json").read_text())
+    (config["eagle_config"] if inside else config)[flag] = True
+    (sealed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="SGLang's layout cannot say this"):
+        check.verify_export(sealed)
