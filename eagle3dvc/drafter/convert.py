@@ -69,6 +69,7 @@ def convert(
         layouts.write(d, work, to)
         if layouts.read(work).decoder != d.decoder:
             raise UserError(f"{src}: its configuration does not survive the {to} layout; this is a bug, please report it")
+        layouts.check_config(layouts.read_config(work), d, to, src)  # keys that came along and that engines obey
         same = was if was.get("name") == d.verifier else {}
         record = {"name": d.verifier, "revision": same.get("revision"), "identity": same.get("identity")}
         check.write_provenance(work, d, record)

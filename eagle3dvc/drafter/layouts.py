@@ -194,6 +194,10 @@ _FLAG = (lambda x: isinstance(x, bool), "true or false")
 _TEXT = (lambda x: isinstance(x, str), "text")
 _TEXTS = (_is_texts, "a list of texts")
 _IDS = (lambda x: isinstance(x, list) and all(map(_is_whole, x)), "a list of whole numbers")
+_ROPE_KINDS = {
+    **dict.fromkeys(("rope_theta", "factor", "partial_rotary_factor"), _POSITIVE),
+    **dict.fromkeys(("rope_type", "type"), _TEXT),
+}
 _DECODER_KINDS = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"), _COUNT),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "sliding_window"), _COUNT),
@@ -202,8 +206,8 @@ _DECODER_KINDS = {
     **dict.fromkeys(("model_type", "hidden_act"), _TEXT),
     "num_hidden_layers": _LAYERS,
     "layer_types": _TEXTS,
-    "rope_parameters": {"rope_theta": _POSITIVE, "rope_type": _TEXT, "factor": _POSITIVE, "partial_rotary_factor": _POSITIVE},
-    "rope_scaling": {"rope_theta": _POSITIVE, "rope_type": _TEXT, "type": _TEXT, "factor": _POSITIVE},
+    "rope_parameters": _ROPE_KINDS,
+    "rope_scaling": _ROPE_KINDS,
 }
 _VERIFIER_KINDS = {"name_or_path": _TEXT, "architectures": _TEXTS}
 _KINDS = {
@@ -421,6 +425,7 @@ def check_config(config: dict[str, Any], d: Drafter, layout: str, where: Path) -
         raise UserError(f"{where}/config.json: {why}")
 
     decoder = config.get("transformer_layer_config") if layout == SPECULATORS else config
+    dtype = str(d.tensors["fc.weight"].dtype).removeprefix("torch.")
     for block in (config, decoder):
         for key in ("_name_or_path", "name_or_path"):
             if block.get(key) and looks_local(str(block[key])):
@@ -430,9 +435,21 @@ def check_config(config: dict[str, Any], d: Drafter, layout: str, where: Path) -
         for key in ("dtype", "torch_dtype"):
             if block.get(key) not in (None, "float32", "bfloat16", "float16"):
                 refuse(f"{key} is {block[key]!r}, no dtype that engines compute a drafter in")
+            if block.get(key) not in (None, dtype):
+                refuse(f"{key} is {block[key]!r} but the tensors are {dtype}: engines would compute in the one that is said")
+        if block.get("logit_scale", 1) not in (None, 1):
+            refuse(f"logit_scale is {block['logit_scale']}: vLLM multiplies the logits by it, this drafter has no such factor")
+        if block.get("quantization_config"):
+            refuse("quantization_config is set: quantised drafters are not handled")
+        if block.get("bias"):
+            refuse("bias is set: engines would make biases that no tensor fills")
+        if block.get("tie_word_embeddings"):
+            refuse("tie_word_embeddings is true: an engine may take the embedding for the head, which has its own tensor")
     if layout == SGLANG:
-        if config.get("tie_word_embeddings"):
-            refuse("tie_word_embeddings is true: SGLang would take the embedding for the head")
+        if config.get("rope_theta") is None:
+            refuse("rope_theta is missing at top level: SGLang would assume 10000")
+        if d.decoder["rope_parameters"]["rope_type"] != "default" and not config.get("rope_scaling"):
+            refuse("rope_scaling is missing: SGLang would not scale what rope_parameters scales")
         if not config.get("draft_vocab_size"):
             refuse("draft_vocab_size is missing: SGLang would take the verifier's head")
         return
@@ -472,23 +489,62 @@ def _decoder(raw: dict[str, Any], where: Path, drop: set[str] = frozenset()) -> 
             f"{where}/config.json: {c['num_attention_heads']} attention heads of {c['num_key_value_heads']} keys and "
             f"{c['head_dim']} channels: the first must be a multiple of the second, the last even"
         )
-    rope = dict(c.get("rope_parameters") or {})
-    if old := raw.get("rope_scaling"):
-        rope = {**{k: v for k, v in old.items() if k != "type"}, "rope_type": old.get("rope_type") or old.get("type")}
-    rope.setdefault("rope_type", "default")
-    if (theta := raw.get("rope_theta")) is not None:
-        rope["rope_theta"] = theta
-    if "rope_theta" not in rope:
-        raise UserError(f"{where}/config.json: no rope_theta; engines would assume 10000, say which it is")
-    if (part := c.pop("partial_rotary_factor", None)) is not None:
-        rope["partial_rotary_factor"] = part
-    c.pop("rope_theta", None), c.pop("rope_scaling", None)
-    c["rope_parameters"] = rope
+    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        c.pop(key, None)
+    c["rope_parameters"] = _rope(raw, where)
     types = c.get("layer_types")
+    if types:
+        _check_layer_types(types, c, where)
     if not types or set(types) == {"full_attention"}:  # the same as not saying it
         for key in ("layer_types", "sliding_window", "max_window_layers", "use_sliding_window"):
             c.pop(key, None)
     return c
+
+
+def _rope(raw: dict[str, Any], where: Path) -> dict[str, Any]:
+    """Rope settings in `rope_parameters`' spelling; UserError where two places or spellings contradict, as each engine reads its own."""
+    rope: dict[str, Any] = {}
+    blocks = {
+        "rope_parameters": raw.get("rope_parameters") or {},
+        "rope_scaling": raw.get("rope_scaling") or {},
+        "the decoder": {k: raw[k] for k in ("rope_theta", "partial_rotary_factor") if raw.get(k) is not None},
+    }
+    for place, block in blocks.items():
+        for key, value in block.items():
+            name = "rope_type" if key == "type" else key
+            if rope.get(name) is None:
+                rope[name] = value
+            elif value not in (None, rope[name]):
+                raise UserError(
+                    f"{where}/config.json: {key} is {value} in {place} but {rope[name]} in another place: engines differ in which "
+                    "they take, leave the right one"
+                )
+    if blocks["rope_parameters"] and blocks["rope_scaling"]:
+        a, b = ({("rope_type" if k == "type" else k) for k in blocks[n]} for n in ("rope_parameters", "rope_scaling"))
+        if one := sorted((a ^ b) - {"rope_theta"}):
+            raise UserError(
+                f"{where}/config.json: {one[0]} stands in only one of rope_parameters and rope_scaling: leave rope_scaling out"
+            )
+    if rope.pop("partial_rotary_factor", 1) not in (None, 1):
+        raise UserError(f"{where}/config.json: a partial_rotary_factor other than 1 is not handled: the whole head must rotate")
+    if not rope.get("rope_type"):
+        rope["rope_type"] = "default"
+    if rope.get("rope_theta") is None:
+        raise UserError(f"{where}/config.json: no rope_theta; engines would assume 10000, say which it is")
+    return rope
+
+
+def _check_layer_types(types: list[str], c: dict[str, Any], where: Path) -> None:
+    if len(types) != c["num_hidden_layers"]:
+        raise UserError(
+            f"{where}/config.json: layer_types has {len(types)} entries for {c['num_hidden_layers']} layers: one a layer is needed"
+        )
+    if other := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise UserError(
+            f"{where}/config.json: layer_types names {other[0]!r}; full_attention and sliding_attention are what is handled"
+        )
+    if "sliding_attention" in types and not c.get("sliding_window"):
+        raise UserError(f"{where}/config.json: layer_types names sliding_attention but sliding_window is missing")
 
 
 def _settle(found: Any, given: Any, what: str, option: str, where: Path) -> Any:
@@ -515,6 +571,10 @@ def _from_speculators(config, tensors, where: Path, layer_ids, verifier) -> Draf
     spec = config.get("speculators_config")
     if not isinstance(raw, dict) or not isinstance(spec, dict):
         raise UserError(f"{where}/config.json: transformer_layer_config and speculators_config must both be objects")
+    if raw.get("eagle_config"):
+        raise UserError(
+            f"{where}/config.json: eagle_config inside transformer_layer_config: vLLM obeys it before this layout's keys, leave it out"
+        )
     ids = _settle(config.get("eagle_aux_hidden_state_layer_ids"), layer_ids, "layer ids", "--layer-ids", where)
     source = spec.get("verifier") or {}
     methods = spec.get("proposal_methods") or [{}]
@@ -609,7 +669,7 @@ def config_of(d: Drafter, layout: str) -> dict[str, Any]:
             "transformer_layer_config": decoder,
         }
     rope = dict(d.decoder["rope_parameters"])
-    theta, part = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    theta = rope.pop("rope_theta")
     return {
         **{k: v for k, v in d.decoder.items() if k != "rope_parameters"},
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -625,7 +685,6 @@ def config_of(d: Drafter, layout: str) -> dict[str, Any]:
         },
         "rope_scaling": None if rope == {"rope_type": "default"} else rope,
         "rope_theta": theta,
-        **({} if part is None else {"partial_rotary_factor": part}),
         **({} if d.target_hidden_size is None else {"target_hidden_size": d.target_hidden_size}),
         "tie_word_embeddings": False,
         "torch_dtype": dtype,

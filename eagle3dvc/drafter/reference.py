@@ -143,13 +143,9 @@ def load(folder: str | Path) -> Reference:
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     if "speculators_model_type" in config:
         decoder, ids = config["transformer_layer_config"], config["eagle_aux_hidden_state_layer_ids"]
-        said = decoder.get("rope_parameters")
-        old = {k: decoder[k] for k in ("rope_theta", "rope_scaling") if k in decoder}
-        rope = {"rope_parameters": dict(said)} if said else old
         flags = {f: bool(config.get(f)) for f in flags}
     else:
         decoder, ids = config, [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
-        rope = {k: config[k] for k in ("rope_theta", "rope_scaling", "partial_rotary_factor") if k in config}
         flags = dict.fromkeys(flags, False)
         raw = _as_sglang_finds_them(raw)
     heads = decoder["num_attention_heads"]
@@ -158,6 +154,9 @@ def load(folder: str | Path) -> Reference:
         "num_key_value_heads": decoder.get("num_key_value_heads") or heads,
         "head_dim": decoder.get("head_dim") or decoder["hidden_size"] // heads,
     }
+    rope = {**(decoder.get("rope_scaling") or {}), **(decoder.get("rope_parameters") or {})}  # layouts refuses contradictions
+    rope["rope_theta"] = decoder.get("rope_theta") or rope.get("rope_theta")
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**{k: decoder[k] for k in sizes if k in decoder}, **rope))
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**{k: decoder[k] for k in sizes if k in decoder}, rope_parameters=rope))
     return Reference(raw, decoder, list(ids), flags, rotary)

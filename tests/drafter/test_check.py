@@ -297,7 +297,46 @@ OBEYED = {
     "dtype": ("speculators", lambda c: c.update(dtype="banana"), "dtype is 'banana', no dtype"),
     "path": ("speculators", layer(_name_or_path="/home/me/model"), "_name_or_path is '/home/me/model', a local path"),
     "code": ("sglang", lambda c: c.update(auto_map={"AutoModel": "x.Y"}), "auto_map asks engines to run code"),
-    "tied": ("sglang", lambda c: c.update(tie_word_embeddings=True), "SGLang would take the embedding for the head"),
+    "tied": ("sglang", lambda c: c.update(tie_word_embeddings=True), "an engine may take the embedding for the head"),
+    "tied too": ("speculators", lambda c: c.update(tie_word_embeddings=True), "may take the embedding for the head"),
+    "tied decoder": ("speculators", layer(tie_word_embeddings=True), "may take the embedding for the head"),
+    "other dtype": ("speculators", layer(dtype="float16"), "dtype is 'float16' but the tensors are bfloat16"),
+    "other torch_dtype": ("sglang", layer(torch_dtype="float32"), "torch_dtype is 'float32' but the tensors are bfloat16"),
+    "logit_scale": ("speculators", layer(logit_scale=0.5), "logit_scale is 0.5"),
+    "quantised": ("sglang", layer(quantization_config={"bits": 4}), "quantised drafters are not handled"),
+    "bias": ("sglang", layer(bias=True), "bias is set: engines would make biases"),
+    "eagle_config": (
+        "speculators",
+        layer(eagle_config={"norm_before_fc": True}),
+        "eagle_config inside transformer_layer_config",
+    ),
+    "two thetas": ("speculators", layer(rope_theta=500.0), "rope_theta is 500.0 in the decoder but 10000.0 in another place"),
+    "two ropes": ("sglang", layer(rope_parameters={"rope_theta": 9.0}), "rope_theta is 10000.0 in the decoder but 9.0"),
+    "scaled once": (
+        "sglang",
+        layer(rope_parameters={"rope_type": "linear", "factor": 4.0}, rope_scaling=None),
+        "rope_scaling is missing: SGLang would not scale",
+    ),
+    "scaled twice": (
+        "speculators",
+        layer(rope_scaling={"rope_type": "linear", "factor": 4.0}),
+        "rope_type is linear in rope_scaling but default",
+    ),
+    "scaled in part": ("speculators", layer(rope_scaling={"type": "default", "factor": 4.0}), "factor stands in only one of"),
+    "theta inside": (
+        "sglang",
+        lambda c: c.update(rope_parameters={"rope_theta": c.pop("rope_theta")}),
+        "rope_theta is missing at top level",
+    ),
+    "partial": ("speculators", layer(partial_rotary_factor=0.5), "partial_rotary_factor other than 1 is not handled"),
+    "partial inside": (
+        "speculators",
+        lambda c: decoder_of(c)["rope_parameters"].update(partial_rotary_factor=0.5),
+        "partial_rotary_factor other than 1 is not handled",
+    ),
+    "layer_types": ("speculators", layer(layer_types=["full_attention"] * 2), "layer_types has 2 entries for 1 layers"),
+    "chunked": ("sglang", layer(layer_types=["chunked_attention"]), "layer_types names 'chunked_attention'"),
+    "no window": ("speculators", layer(layer_types=["sliding_attention"]), "sliding_window is missing"),
     "rope type": ("speculators", lambda c: decoder_of(c)["rope_parameters"].update(rope_type="foo"), "rope"),
 }
 
@@ -412,3 +451,44 @@ def test_a_tensor_of_the_verifier(trained, tmp_path):
     with pytest.raises(UserError, match="verifier_lm_head.weight is a tensor of the verifier"):
         check.verify_export(folder)
     layouts.read(folder)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_keys_that_say_the_same_twice(trained, tmp_path, layout):
+    """Writers add them, and engines that read either compute the same."""
+    folder = Path(shutil.copytree(trained.export / layout, tmp_path / layout))
+    says = {
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_theta": 10000, "type": "default", "factor": None},
+        "logit_scale": 1.0,
+    }
+    more = {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"], "bias": False, "quantization_config": None}
+    edit_config(folder, layer(**says, **more, torch_dtype="bfloat16"))
+    (folder / check.PROVENANCE).unlink()
+    assert check.verify_export(folder)[0]["checked"] == ["structure", "probe"]
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("spelt", ["rope_parameters", "rope_scaling", "type"])
+def test_layouts_and_the_reference_read_rope_alike(trained, tmp_path, layout, spelt):
+    """However it is spelt, and the probe of the unscaled drafter shows that the scaling is computed."""
+    from eagle3dvc.drafter import reference
+
+    folder = Path(shutil.copytree(trained.export / layout, tmp_path / layout))
+    rope = {"type" if spelt == "type" else "rope_type": "linear", "factor": 4.0}
+
+    def change(config):
+        c = decoder_of(config)
+        for key in ("rope_parameters", "rope_scaling", "rope_theta"):
+            c.pop(key, None)
+        if spelt == "rope_parameters":
+            c["rope_parameters"] = {**rope, "rope_theta": 500.0}
+        else:
+            c.update(rope_scaling=rope, rope_theta=500.0)
+
+    edit_config(folder, change)
+    wanted = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    assert layouts.read(folder).decoder["rope_parameters"] == wanted
+    found = reference.load(folder).rotary
+    head = world.HIDDEN // 4
+    assert torch.allclose(found.inv_freq, 500.0 ** (-torch.arange(0, head, 2) / head) / 4)

@@ -224,3 +224,28 @@ def test_norms_that_sglang_cannot_say(trained, tmp_path, flag, inside):
     (sealed / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="SGLang's layout cannot say this"):
         check.verify_export(sealed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("bias", True), ("logit_scale", 0.5), ("quantization_config", {"bits": 4}), ("partial_rotary_factor", 0.5)],
+)
+def test_keys_that_engines_obey_do_not_come_along(trained, tmp_path, key, value):
+    source = foreign(trained, tmp_path / "in", **{key: value})
+    with pytest.raises(UserError, match=f"in/config.json: .*({key}|quantised)"):
+        convert(source, "speculators", tmp_path / "out", layer_ids=world.AUX, verifier_name="tests/tiny")
+
+
+def test_keys_of_published_drafters_do_no_harm(trained, tmp_path):
+    """What NVIDIA's, SpecForge's and AngelSlim's configurations say beside the drafter; the dtype is that of the tensors anyway."""
+    nvidia = {
+        **{"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_aux_hidden_state": True},
+        **{"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1},
+        "eagle_aux_hidden_state_layer_ids": [],
+    }
+    others = {"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False, "torch_dtype": "float16"}
+    source = foreign(trained, tmp_path / "in", eagle_config=nvidia, **others, tie_word_embeddings=True, rope_scaling=None)
+    convert(source, "speculators", tmp_path / "out", layer_ids=world.AUX, verifier_name="tests/tiny")
+    assert check.verify_export(tmp_path / "out", structure_only=True)
+    convert(tmp_path / "out", "sglang", tmp_path / "back")
+    assert check.verify_export(tmp_path / "back", structure_only=True)
