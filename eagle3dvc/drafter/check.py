@@ -251,7 +251,6 @@ def write_provenance(folder: Path, d: Drafter, verifier: dict[str, Any]) -> None
 def write_probe(folder: Path, embed: torch.Tensor, w: Window) -> None:
     """Held-out states with the embeddings fed and the logits this folder gives: a check anyone can run again."""
     import torch
-    from safetensors.torch import save_file
 
     from eagle3dvc.drafter import reference
 
@@ -269,8 +268,7 @@ def write_probe(folder: Path, embed: torch.Tensor, w: Window) -> None:
         "draft_ids": top.indices,
     }
     meta = json.dumps({"aux_layer_ids": ref.aux_layer_ids, "format": 1}, sort_keys=True)
-    save_file(tensors, folder / PROBE, metadata={"eagle3dvc": meta})
-    (folder / PROBE).chmod(0o644)
+    layouts.save_tensors(tensors, folder / PROBE, {"eagle3dvc": meta})
 
 
 # ---------------------------------------------------------------- eagle3dvc verify-export

@@ -28,6 +28,7 @@ ALGORITHM = "eagle3"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SPECULATORS_VERSION = "0.9.0"  # of the layout written, not of the installed package: same inputs, same bytes
 WEIGHTS = "model.safetensors"
+DTYPES = ("float32", "bfloat16", "float16")  # that engines compute a drafter in
 # decoder keys that say nothing about the drafter's arithmetic, and that writers add as they please
 _NOISE = {
     *("_name_or_path", "_attn_implementation", "architectures", "auto_map", "dtype", "torch_dtype", "pretraining_tp"),
@@ -397,8 +398,8 @@ def check_tensors(d: Drafter, where: Path) -> None:
         kind = {"d2t": "torch.int64", "t2d": "torch.bool"}.get(name)
         if kind and str(t.dtype) != kind:
             raise UserError(f"{where}: {name} is {t.dtype}, it must be {kind}")
-        if kind is None and not t.is_floating_point():
-            raise UserError(f"{where}: {name} is {t.dtype}; quantised drafters are not handled")
+        if kind is None and str(t.dtype).removeprefix("torch.") not in DTYPES:
+            raise UserError(f"{where}: {name} is {t.dtype}, not one of {', '.join(DTYPES)}; quantised drafters are not handled")
         if kind is None and not t.isfinite().all():
             raise UserError(f"{where}: {name} holds values that are not finite")
     _check_vocabulary(d, where)
@@ -433,7 +434,7 @@ def check_config(config: dict[str, Any], d: Drafter, layout: str, where: Path) -
         if block.get("auto_map"):
             refuse("auto_map asks engines to run code of the folder, which a drafter has none of")
         for key in ("dtype", "torch_dtype"):
-            if block.get(key) not in (None, "float32", "bfloat16", "float16"):
+            if block.get(key) not in (None, *DTYPES):
                 refuse(f"{key} is {block[key]!r}, no dtype that engines compute a drafter in")
             if block.get(key) not in (None, dtype):
                 refuse(f"{key} is {block[key]!r} but the tensors are {dtype}: engines would compute in the one that is said")
@@ -693,9 +694,7 @@ def config_of(d: Drafter, layout: str) -> dict[str, Any]:
 
 
 def write(d: Drafter, folder: str | Path, layout: str) -> None:
-    """Write `config.json` and `model.safetensors`; UserError for what the layout cannot represent or a local path."""
-    from safetensors.torch import save_file
-
+    """Write `config.json` and `model.safetensors`; UserError for what the layout cannot represent, a local path or a full disk."""
     from eagle3dvc.stage import write_json
 
     folder = Path(folder)
@@ -713,6 +712,22 @@ def write(d: Drafter, folder: str | Path, layout: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # one metadata key: with several, safetensors' order differs between processes and so do the file's bytes
     tensors = {_file_name(k, layout): v.contiguous() for k, v in d.tensors.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner may read
-    write_json(folder / "config.json", config_of(d, layout))
+    save_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
+    try:
+        write_json(folder / "config.json", config_of(d, layout))
+    except OSError as e:
+        raise UserError(f"config.json cannot be written ({e.strerror})") from None
+    except UnicodeEncodeError:
+        raise UserError("config.json cannot be written: a text of the drafter's configuration is not valid Unicode") from None
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file that everyone may read; UserError where the disk does not take it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata)
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{path.name} cannot be written ({e}): is the disk full?") from None

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import world
 from safetensors.torch import load_file, save_file
 
@@ -171,6 +174,44 @@ def test_convert_refuses_a_verifier_of_another_size(trained, tmp_path):
     with pytest.raises(UserError, match=f"has {world.VOCAB + 8} and {world.HIDDEN}: give the folder of its own verifier"):
         convert(trained.export / "sglang", "speculators", tmp_path / "out", verifier=tmp_path / "verifier")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float64])
+def test_quantised_tensors(folder, dtype):
+    tensors = load_file(folder / layouts.WEIGHTS)
+    save_file(tensors | {"fc.weight": tensors["fc.weight"].to(dtype)}, folder / layouts.WEIGHTS)
+    with pytest.raises(UserError, match=f"fc.weight is {dtype}, .*quantised drafters are not handled"):
+        layouts.read(folder)
+
+
+@pytest.mark.parametrize("size", [0, 200, 100_000])
+def test_a_full_disk(folder, tmp_path, size):
+    """In a child whose files may not grow beyond `size` bytes."""
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from eagle3dvc.drafter import layouts\n"
+        "from eagle3dvc.errors import UserError\n"
+        "d = layouts.read(sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)\n"
+        "try:\n"
+        "    layouts.write(d, Path(sys.argv[2]), 'sglang')\n"
+        "except UserError as e:\n"
+        "    print(e)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder, tmp_path / "out", str(size)], capture_output=True, text=True, check=True
+    )
+    assert bool(re.search(r"^model.safetensors cannot be written .*: is the disk full\?$", done.stdout)) == (size < 100_000)
+
+
+def test_texts_that_no_file_can_hold(folder, tmp_path):
+    (folder / check.PROVENANCE).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config.get("transformer_layer_config", config)["comment"] = "\ud800"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="not valid Unicode"):
+        convert(folder, "speculators", tmp_path / "out")
 
 
 # ---------------------------------------------------------------- SIGKILL at every step of writing
