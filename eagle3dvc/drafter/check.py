@@ -300,8 +300,7 @@ def verify_export(
     report: dict[str, Any] = {"folder": str(folder), "layout": layouts.detect(config, folder)}
     layouts.check_names(folder, report["layout"])
     layouts.check_config(config, d, report["layout"], folder)
-    if layouts.looks_local(d.verifier):
-        raise UserError(f"{folder}: the verifier is named {d.verifier!r}, a local path: write its public id into config.json")
+    layouts.check_verifier_name(d.verifier, f"{folder}: ")
     if lost := layouts.unrepresentable(d, report["layout"]):
         raise UserError(f"{folder}: this layout cannot represent {'; '.join(lost)}: engines would ignore it")
     report["checked"] = ["structure"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eagle3dvc.drafter import check, layouts
 from eagle3dvc.errors import UserError
+from eagle3dvc.params import MOST_DRAFT_TOKENS
 
 
 def without_copies(d: layouts.Drafter, head: Any) -> layouts.Drafter:
@@ -39,15 +42,15 @@ def convert(
     probe, a statement about the tensors, goes along. With `verifier` (its data/verifier folder) an embedding that is a copy of the
     verifier's is left out, as engines share it. Raises UserError and leaves nothing.
     """
-    from eagle3dvc.verifier import load_head
-
     src, out = Path(src), Path(out)
     if to not in layouts.LAYOUTS:
         raise UserError(f"--to {to}: the layouts are {' and '.join(layouts.LAYOUTS)}")
-    if out.exists():
+    if os.path.lexists(out):
         raise UserError(f"{out} exists already: give a folder that does not, or remove it")
-    if speculative_tokens is not None and speculative_tokens < 1:
-        raise UserError(f"--draft-tokens {speculative_tokens} must be at least 1")
+    if speculative_tokens is not None and not 1 <= speculative_tokens <= MOST_DRAFT_TOKENS:
+        raise UserError(f"--draft-tokens {speculative_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
+    if verifier_name is not None:
+        layouts.check_verifier_name(verifier_name, "")
     was = check.provenance(src)  # refuses what was changed since: the copy would be sealed anew
     d = layouts.read(src, layer_ids=layer_ids, verifier=verifier_name)
     if not d.verifier:
@@ -55,29 +58,52 @@ def convert(
     if speculative_tokens is not None:
         d = replace(d, speculative_tokens=speculative_tokens)
     if verifier is not None:
-        head = load_head(verifier)
-        hidden = d.target_hidden_size or d.decoder["hidden_size"]
-        if tuple(head.lm_head.shape) != (d.vocab_size, hidden):
-            raise UserError(
-                f"{src} is a drafter for a verifier with vocabulary {d.vocab_size} and hidden size {hidden}, {verifier} has "
-                f"{head.lm_head.shape[0]} and {head.lm_head.shape[1]}: give the folder of its own verifier"
-            )
-        d = without_copies(d, head)
-    work = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
+        d = _fit(d, src, verifier)
     try:
-        layouts.write(d, work, to)
-        if layouts.read(work).decoder != d.decoder:
-            raise UserError(f"{src}: its configuration does not survive the {to} layout; this is a bug, please report it")
-        layouts.check_config(layouts.read_config(work), d, to, src)  # keys that came along and that engines obey
-        same = was if was.get("name") == d.verifier else {}
-        record = {"name": d.verifier, "revision": same.get("revision"), "identity": same.get("identity")}
-        check.write_provenance(work, d, record)
-        if (src / check.PROBE).is_file():
-            shutil.copyfile(src / check.PROBE, work / check.PROBE)
-            check.verify_export(work)
         out.parent.mkdir(parents=True, exist_ok=True)
-        work.rename(out)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))  # of its own: two conversions may run
+    except OSError as e:
+        raise UserError(f"{out} cannot be made ({e.strerror})") from None
+    try:
+        _write(d, work / out.name, to, src, was)
+        (work / out.name).rename(out)
+    except UserError as e:
+        raise UserError(str(e).replace(str(work / out.name), str(src))) from None  # what is wrong came from there
+    except OSError as e:
+        raise UserError(f"{out} cannot be written ({e.strerror})") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return d
+
+
+def _fit(d: layouts.Drafter, src: Path, verifier: str | Path) -> layouts.Drafter:
+    """The drafter without copies of this verifier's tensors; UserError where it is not the verifier of this drafter."""
+    from eagle3dvc.verifier import load_head, load_info
+
+    head, layers = load_head(verifier), load_info(verifier).num_layers
+    hidden = d.target_hidden_size or d.decoder["hidden_size"]
+    if tuple(head.lm_head.shape) != (d.vocab_size, hidden):
+        raise UserError(
+            f"{src} is a drafter for a verifier with vocabulary {d.vocab_size} and hidden size {hidden}, {verifier} has "
+            f"{head.lm_head.shape[0]} and {head.lm_head.shape[1]}: give the folder of its own verifier"
+        )
+    if d.aux_layer_ids[-1] > layers:
+        raise UserError(
+            f"{src}: auxiliary layers {list(d.aux_layer_ids)} (vLLM's ids), {verifier} has {layers} layers: correct --layer-ids "
+            "or give the folder of its own verifier"
+        )
+    return without_copies(d, head)
+
+
+def _write(d: layouts.Drafter, folder: Path, to: str, src: Path, was: dict[str, Any]) -> None:
+    """The whole new folder, checked; `was` is what the source's provenance says of the verifier."""
+    layouts.write(d, folder, to)
+    if layouts.read(folder).decoder != d.decoder:
+        raise UserError(f"{src}: its configuration does not survive the {to} layout; this is a bug, please report it")
+    layouts.check_config(layouts.read_config(folder), d, to, src)  # keys that came along and that engines obey
+    same = was if was.get("name") == d.verifier else {}
+    record = {"name": d.verifier, "revision": same.get("revision"), "identity": same.get("identity")}
+    check.write_provenance(folder, d, record)
+    if (src / check.PROBE).is_file():
+        shutil.copyfile(src / check.PROBE, folder / check.PROBE)
+        check.verify_export(folder)

@@ -636,6 +636,20 @@ def looks_local(name: str) -> bool:
     )
 
 
+def check_verifier_name(name: str, where: str) -> None:
+    """UserError for a verifier's name that means nothing elsewhere; `where` begins the message."""
+    fault = ""
+    if looks_local(name):
+        fault = "is a local path, which means nothing elsewhere"
+    elif not name.isprintable():  # control characters, line ends, half of a surrogate pair
+        fault = "holds characters that cannot be printed"
+    if fault:
+        raise UserError(
+            f"{where}the verifier's name {name!r} {fault}: give its public id (verifier.name in params.yaml, "
+            "--verifier-name of convert, in a finished folder its config.json)"
+        )
+
+
 def config_of(d: Drafter, layout: str) -> dict[str, Any]:
     """The `config.json` of the layout."""
     dtype = str(d.tensors["fc.weight"].dtype).removeprefix("torch.")
@@ -700,14 +714,10 @@ def write(d: Drafter, folder: str | Path, layout: str) -> None:
     folder = Path(folder)
     if lost := unrepresentable(d, layout):
         raise UserError(
-            f"the {layout} layout cannot represent {'; '.join(lost)}: train with train.norms = portable and the "
-            f"defaults for these, or leave {layout} out of export.layouts"
+            f"the {layout} layout cannot represent {'; '.join(lost)}. Only a drafter trained without can have it (here: "
+            f"train.norms = portable and the defaults for the rest); to export this one leave {layout} out of export.layouts"
         )
-    if looks_local(d.verifier):
-        raise UserError(
-            f"the verifier's name {d.verifier!r} is a local path, which means nothing elsewhere: "
-            "give its public id (verifier.name in params.yaml, --verifier-name)"
-        )
+    check_verifier_name(d.verifier, "")
     check_tensors(d, folder)
     folder.mkdir(parents=True, exist_ok=True)
     # one metadata key: with several, safetensors' order differs between processes and so do the file's bytes

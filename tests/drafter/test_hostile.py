@@ -159,7 +159,7 @@ def test_shards_are_checked_like_one_file(trained, tmp_path):
     assert report["checked"] == ["structure", "provenance", "probe", "hidden states"]
 
 
-@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize("number", [0, -1, 65])
 def test_convert_takes_no_such_number_of_draft_tokens(trained, tmp_path, number):
     with pytest.raises(UserError, match="--draft-tokens"):
         convert(trained.export / "sglang", "speculators", tmp_path / "out", speculative_tokens=number)
@@ -212,6 +212,68 @@ def test_texts_that_no_file_can_hold(folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="not valid Unicode"):
         convert(folder, "speculators", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["org/mo\ndel", "org/mo\x00del", "org/mo\x1b[31mdel", "org/mo\ud800del", "org/mo\u2028del"])
+def test_verifier_names_that_cannot_be_printed(folder, tmp_path, name):
+    for kept in (True, False):
+        if not kept:
+            (folder / check.PROVENANCE).unlink()
+        with pytest.raises(UserError, match="holds characters that cannot be printed") as e:
+            convert(folder, "speculators", tmp_path / "out", verifier_name=name)
+        assert str(e.value).isprintable()
+    config = json.loads((folder / "config.json").read_text())
+    if "eagle3dvc" in config:
+        config["eagle3dvc"]["verifier"] = name
+    else:
+        config["speculators_config"]["verifier"]["name_or_path"] = name
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="holds characters that cannot be printed"):
+        check.verify_export(folder)
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_refuses_layers_that_the_verifier_has_not(trained, tmp_path):
+    verifier = shutil.copytree(trained.world.folders["verifier"], tmp_path / "verifier")
+    record = json.loads((verifier / "verifier.json").read_text())
+    for layers in (world.AUX[-1], world.AUX[-1] - 1):
+        (verifier / "verifier.json").write_text(json.dumps(record | {"num_layers": layers}))
+        if layers == world.AUX[-1]:
+            convert(trained.export / "sglang", "speculators", tmp_path / "fits", verifier=verifier)
+            continue
+        with pytest.raises(UserError, match=rf"auxiliary layers \[1, 3, 5\] .* has {layers} layers: correct --layer-ids"):
+            convert(trained.export / "sglang", "speculators", tmp_path / "out", verifier=verifier)
+
+
+def test_convert_replaces_nothing(trained, tmp_path, monkeypatch):
+    """Neither a link to nowhere nor what another conversion put there meanwhile; folders that cannot be made are one sentence."""
+    source = trained.export / "sglang"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="link exists already"):
+        convert(source, "speculators", tmp_path / "link")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="out cannot be made"):
+        convert(source, "speculators", tmp_path / "file/out")
+    write = layouts.write
+
+    def slow(d, folder, layout):
+        write(d, folder, layout)
+        monkeypatch.setattr(layouts, "write", write)
+        convert(source, "speculators", tmp_path / "out")  # another one is faster
+
+    monkeypatch.setattr(layouts, "write", slow)
+    with pytest.raises(UserError, match=r"out cannot be written \(Directory not empty\)"):
+        convert(source, "speculators", tmp_path / "out")
+    check.verify_export(tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "out"]
+
+
+def test_convert_names_the_folder_that_is_damaged(trained, tmp_path):
+    source = Path(shutil.copytree(trained.export / "sglang", tmp_path / "in"))
+    (source / check.PROBE).write_bytes(b"x")
+    with pytest.raises(UserError, match=f"^{source}/{check.PROBE} is damaged"):
+        convert(source, "speculators", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 # ---------------------------------------------------------------- SIGKILL at every step of writing
@@ -285,4 +347,5 @@ def test_a_conversion_that_is_killed_leaves_nothing_or_all(trained, tmp_path):
         assert not out.exists() or check.verify_export(out)
         shutil.rmtree(out, ignore_errors=True)
     build()
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    left = [p.name for p in tmp_path.iterdir() if p.name != "out"]
+    assert all(name.startswith(".out.") for name in left), "each killed one leaves its own hidden folder"
