@@ -212,13 +212,14 @@ def _guess(ref: Reference, e: Wanted) -> str:
 
 def checksums(d: Drafter) -> dict[str, str]:
     """xxh3-128 of every tensor's bytes, by speculators' names."""
+    return {name: _checksum(t) for name, t in sorted(d.tensors.items())}
+
+
+def _checksum(t: torch.Tensor) -> str:
     import torch
     import xxhash
 
-    return {
-        name: xxhash.xxh3_128_hexdigest(t.contiguous().flatten().view(torch.uint8).numpy())
-        for name, t in sorted(d.tensors.items())
-    }
+    return xxhash.xxh3_128_hexdigest(t.contiguous().flatten().view(torch.uint8).numpy())
 
 
 def settings(d: Drafter) -> dict[str, Any]:
@@ -249,7 +250,10 @@ def write_provenance(folder: Path, d: Drafter, verifier: dict[str, Any]) -> None
 
 
 def write_probe(folder: Path, embed: torch.Tensor, w: Window) -> None:
-    """Held-out states with the embeddings fed and the logits this folder gives: a check anyone can run again."""
+    """Held-out states with the embeddings fed and the logits this folder gives: a check anyone can run again.
+
+    The few logits kept name few entries of d2t, so its checksum goes along.
+    """
     import torch
 
     from eagle3dvc.drafter import reference
@@ -267,7 +271,8 @@ def write_probe(folder: Path, embed: torch.Tensor, w: Window) -> None:
         "logits": top.values.float(),
         "draft_ids": top.indices,
     }
-    meta = json.dumps({"aux_layer_ids": ref.aux_layer_ids, "format": 1}, sort_keys=True)
+    said = {"aux_layer_ids": ref.aux_layer_ids, "d2t": _d2t_checksum(ref), "format": 1}
+    meta = json.dumps(said, sort_keys=True)
     layouts.save_tensors(tensors, folder / PROBE, {"eagle3dvc": meta})
 
 
@@ -374,6 +379,10 @@ def _what_changed(folder: Path, d: Drafter, name: str) -> str:
     return ""
 
 
+def _d2t_checksum(ref: Reference) -> str | None:
+    return None if ref.offsets is None else _checksum(ref.offsets)
+
+
 def _check_probe(folder: Path) -> float:
     """Compute the probe again; returns the largest difference, raises UserError when it is more than rounding."""
     import torch
@@ -382,7 +391,8 @@ def _check_probe(folder: Path) -> float:
     ref = _reference(folder)
     try:
         with safe_open(folder / PROBE, "pt") as f:
-            ids = json.loads(f.metadata()["eagle3dvc"])["aux_layer_ids"]
+            said = json.loads(f.metadata()["eagle3dvc"])
+            ids = said["aux_layer_ids"]
             p = {name: f.get_tensor(name) for name in ("states", "embeds", "ids", "logits", "draft_ids")}
         _check_probe_shapes(p, ref)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as e:
@@ -407,7 +417,8 @@ def _check_probe(folder: Path) -> float:
                 f"(difference {d:.2g} of their size, allowed {TOLERANCE}){hint}"
             )
         worst = max(worst, d)
-    if not torch.equal(ref.to_verifier(p["draft_ids"]), p["ids"]):
+    same_map = said.get("d2t", _d2t_checksum(ref)) == _d2t_checksum(ref)  # probes made before this was recorded lack it
+    if not same_map or not torch.equal(ref.to_verifier(p["draft_ids"]), p["ids"]):
         raise UserError(f"{folder}: d2t maps drafts to other tokens than at export, though the logits agree")
     return worst
 

@@ -492,3 +492,30 @@ def test_layouts_and_the_reference_read_rope_alike(trained, tmp_path, layout, sp
     found = reference.load(folder).rotary
     head = world.HIDDEN // 4
     assert torch.allclose(found.inv_freq, 500.0 ** (-torch.arange(0, head, 2) / head) / 4)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_the_probe_knows_the_whole_map(trained, tmp_path, layout):
+    """Two entries of d2t trade places that are among the largest logits of no kept position; a probe of old cannot see it."""
+    from safetensors import safe_open
+
+    folder = Path(shutil.copytree(trained.export / layout, tmp_path / layout))
+    (folder / check.PROVENANCE).unlink()
+    probe = load_file(folder / check.PROBE)
+    with safe_open(folder / check.PROBE, "pt") as f:
+        said = json.loads(f.metadata()["eagle3dvc"])
+    probe |= {n: probe[n][..., :1].contiguous() for n in ("ids", "logits", "draft_ids")}
+    a, b = sorted(set(range(64)) - set(probe["draft_ids"].flatten().tolist()))[:2]
+
+    def change(t):
+        ids = t["d2t"] + torch.arange(64)
+        ids[[a, b]] = ids[[b, a]]
+        t["d2t"] = ids - torch.arange(64)
+
+    edit_tensors(folder, change)
+    save_file(probe, folder / check.PROBE, metadata={"eagle3dvc": json.dumps(said)})
+    with pytest.raises(UserError, match="d2t maps drafts to other tokens than at export"):
+        check.verify_export(folder)
+    del said["d2t"]
+    save_file(probe, folder / check.PROBE, metadata={"eagle3dvc": json.dumps(said)})
+    assert check.verify_export(folder)[0]["checked"] == ["structure", "probe"]
