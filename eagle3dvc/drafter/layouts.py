@@ -512,6 +512,8 @@ def _rope(raw: dict[str, Any], where: Path) -> dict[str, Any]:
     }
     for place, block in blocks.items():
         for key, value in block.items():
+            if isinstance(value, dict):
+                raise UserError(f"{where}/config.json: {place} has an entry {key}; rope settings a layer type are not handled")
             name = "rope_type" if key == "type" else key
             if rope.get(name) is None:
                 rope[name] = value

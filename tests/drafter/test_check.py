@@ -328,6 +328,11 @@ OBEYED = {
         lambda c: c.update(rope_parameters={"rope_theta": c.pop("rope_theta")}),
         "rope_theta is missing at top level",
     ),
+    "ropes a type": (
+        "speculators",
+        lambda c: decoder_of(c)["rope_parameters"].update(full_attention={"rope_theta": 3.0}),
+        "has an entry full_attention; rope settings a layer type are not handled",
+    ),
     "partial": ("speculators", layer(partial_rotary_factor=0.5), "partial_rotary_factor other than 1 is not handled"),
     "partial inside": (
         "speculators",
