@@ -42,7 +42,7 @@ def main() -> None:
     p.add_argument("--samples", type=int, default=32, help="prompts a file")
     p.add_argument("--max-prompt", type=int, default=2048, help="longer prompts are left out")
     p.add_argument("--draft-tokens", type=int, nargs="+", default=[3])
-    p.add_argument("--batch-sizes", type=int, nargs="+", default=[1])
+    p.add_argument("--batch-sizes", type=int, nargs="+", default=[1], help="1 is compared by source too")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--dtype", default="auto")
     p.add_argument("--engine-args", type=json.loads, default={}, help="JSON of vLLM's EngineArgs")
@@ -88,7 +88,8 @@ def main() -> None:
             f"{row['batch_size']:>5}  {row['draft_tokens']:>12}  {row['acceptance_length']:>17.3f}  {rates:<20}"
             f"  {row['tokens_per_second']:>8.1f}  {row['baseline_tokens_per_second']:>15.1f}  {row['speedup']:>8.2f}"
         )
-    print(f"\n{max(found)} draft tokens, batch {report['batch_size']}, by source:")
+    if report["by_group"]:
+        print(f"\n{max(found)} draft tokens, batch 1, by source:")
     for name, row in sorted(report["by_group"].items()):
         print(
             f"  {name}: acceptance length {row['acceptance_length']:.3f}, {row['tokens_per_second']:.1f} tokens/s, "

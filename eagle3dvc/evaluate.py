@@ -523,9 +523,12 @@ def _check_room(prompts: list[Prompt], params: Params, draft_tokens: int, verifi
 
 def compare(plain: Any, found: dict[int, Any], draft_tokens: int, dtype: str, max_new_tokens: int) -> dict[str, Any]:
     """One engine's figures with and without a drafter. plain: serving.Result without, whose answers may go on beyond
-    max_new_tokens; found: by number of draft tokens."""
+    max_new_tokens; found: by number of draft tokens. `by_group` is of batch size 1, {} where that was not asked for."""
     main = found[draft_tokens]
     first, base = main.runs[0], plain.runs[0]
+    by_group = {}
+    for run, without in zip(main.runs, plain.runs, strict=True):
+        by_group |= {g: {**c, **_group(c, without["groups"][g])} for g, c in run["groups"].items()}
     same = sum(a == b[:max_new_tokens] for a, b in zip(main.outputs, plain.outputs, strict=True))
     table = [
         {
@@ -553,7 +556,7 @@ def compare(plain: Any, found: dict[int, Any], draft_tokens: int, dtype: str, ma
         "draft_tokens": draft_tokens,
         "prompts": len(main.outputs),
         "identical_outputs": same,
-        "by_group": {g: {**c, **_group(c, base["groups"][g])} for g, c in first["groups"].items()},
+        "by_group": by_group,
         "table": table,
         "seconds_load": main.seconds_load,
     }

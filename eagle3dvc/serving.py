@@ -30,7 +30,7 @@ COUNTERS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What one engine is to do. prompts: token ids; groups: one name a prompt, counters are kept apart by it.
+    """What one engine is to do. prompts: token ids; groups: one name a prompt, counters are kept apart by it at batch size 1.
 
     model: folder or hub id, None where the drafter's config names the verifier. stop_token_ids end an answer; with none every
     answer has max_new_tokens tokens. warmup: tokens generated before anything is measured.
@@ -52,8 +52,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Result:
-    """What it did. runs: one a batch size {"batch_size", "seconds", "tokens", "tokens_per_second", "groups": {group: counters}};
-    outputs: the answers of the first batch size, token ids; version: of vLLM; seconds_load."""
+    """What it did. runs: one a batch size {"batch_size", "seconds", "tokens", "tokens_per_second", "counters", "groups": {group:
+    its counters, prompts, tokens and seconds}, empty above batch size 1}; outputs: the answers of the first batch size, token ids;
+    version: of vLLM; seconds_load."""
 
     runs: list[dict[str, Any]]
     outputs: list[list[int]]
@@ -66,19 +67,18 @@ class Result:
         return 1 + total["accepted"] / total["drafts"] if total["drafts"] else 1.0
 
     def counters(self, run: int = 0) -> dict[str, Any]:
-        """Counters of all groups together."""
-        groups = list(self.runs[run]["groups"].values())
-        depth = max((len(g["by_position"]) for g in groups), default=0)
-        return {
-            "drafts": sum(g["drafts"] for g in groups),
-            "accepted": sum(g["accepted"] for g in groups),
-            "by_position": [sum(g["by_position"][j] for g in groups if g["by_position"]) for j in range(depth)],
-        }
+        """Drafts, accepted drafts and these by position, of all prompts together."""
+        return {name: self.runs[run]["counters"][name] for name in ("drafts", "accepted", "by_position")}
 
 
 def measure(spec: Spec, log: str | Path) -> Result:
-    """Run one engine in its own process; what it prints goes to the file `log`. Raises UserError when it fails."""
-    log = Path(log)
+    """Run one engine in its own process; what it prints goes to the file `log`. Raises UserError when it fails,
+    or when there are fewer prompts than a batch size: they could not be in flight together."""
+    log, largest = Path(log), max(spec.batch_sizes)
+    if largest > len(spec.prompts):
+        raise UserError(
+            f"a batch size of {largest} needs as many prompts, there are {len(spec.prompts)}: lower it or give more"
+        )
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "spec.json", Path(folder) / "result.json"
@@ -167,6 +167,41 @@ def _generate(engine: Any, prompts: list[list[int]], batch: int, params: Any, ta
                 running -= 1
 
 
+def decode(llm: Any, spec: Spec, batch: int, params: Any, tag: str) -> tuple[dict[str, Any], list[list[int]]]:
+    """All prompts at one batch size: (what `Result.runs` says of it, answers as token ids).
+
+    vLLM counts for the whole engine, not for a request. With one request in flight that is exact for each group when the groups come
+    one after the other; a larger batch mixes them, so that only the total is known.
+    """
+    if batch == 1:
+        parts = {name: [i for i, g in enumerate(spec.groups) if g == name] for name in sorted(set(spec.groups))}
+    else:
+        parts = {"all": list(range(len(spec.prompts)))}
+    groups, answers, start = {}, [[] for _ in spec.prompts], _counters(llm)
+    for name, chosen in parts.items():
+        before, at = _counters(llm), time.monotonic()
+        found = _generate(llm.llm_engine, [spec.prompts[i] for i in chosen], batch, params, f"{tag}{name}")
+        seconds = time.monotonic() - at
+        groups[name] = {
+            **_differences(_counters(llm), before),
+            "prompts": len(chosen),
+            "tokens": sum(map(len, found)),
+            "seconds": seconds,
+        }
+        for i, answer in zip(chosen, found, strict=True):
+            answers[i] = answer
+    seconds, tokens = (sum(g[name] for g in groups.values()) for name in ("seconds", "tokens"))
+    figures = {
+        "batch_size": batch,
+        "seconds": round(seconds, 4),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 2),
+        "counters": _differences(_counters(llm), start),
+        "groups": {name: g | {"seconds": round(g["seconds"], 4)} for name, g in groups.items()} if batch == 1 else {},
+    }
+    return figures, answers
+
+
 def run(spec: Spec) -> Result:
     """Start the engine in this process and do everything the spec asks."""
     from vllm import LLM, SamplingParams
@@ -190,38 +225,13 @@ def run(spec: Spec) -> Result:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    runs, outputs = [], [[] for _ in spec.prompts]
+    runs, outputs = [], []
     for k, batch in enumerate(spec.batch_sizes):
         if spec.warmup:
             _generate(llm.llm_engine, spec.prompts[:batch], batch, sampling(spec.warmup), f"warm{k}")
-        groups, seconds, tokens = {}, 0.0, 0
-        for name in sorted(set(spec.groups)):
-            chosen = [i for i, g in enumerate(spec.groups) if g == name]
-            before, at = _counters(llm), time.monotonic()
-            answers = _generate(
-                llm.llm_engine, [spec.prompts[i] for i in chosen], batch, sampling(spec.max_new_tokens), f"{k}{name}"
-            )
-            took = time.monotonic() - at
-            made = sum(map(len, answers))
-            groups[name] = {
-                **_differences(_counters(llm), before),
-                "prompts": len(chosen),
-                "tokens": made,
-                "seconds": round(took, 4),
-            }
-            seconds, tokens = seconds + took, tokens + made
-            if k == 0:
-                for i, answer in zip(chosen, answers, strict=True):
-                    outputs[i] = answer
-        runs.append(
-            {
-                "batch_size": batch,
-                "seconds": round(seconds, 4),
-                "tokens": tokens,
-                "tokens_per_second": round(tokens / seconds, 2),
-                "groups": groups,
-            }
-        )
+        figures, answers = decode(llm, spec, batch, sampling(spec.max_new_tokens), str(k))
+        runs.append(figures)
+        outputs = outputs or answers
     model = llm.llm_engine.vllm_config.model_config.model
     return Result(runs, outputs, vllm_compat.installed(), round(loaded, 2), model)
 

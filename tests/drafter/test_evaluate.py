@@ -313,15 +313,17 @@ def test_engines_are_compared_by_source_too():
         counters = {"drafts": drafts, "draft_tokens": 3 * drafts, "accepted": accepted, "by_position": [accepted, 0, 0]}
         groups = {g: {**counters, "prompts": 1, "tokens": 60, "seconds": s} for g, s in seconds.items()}
         total = sum(seconds.values())
-        run = {"batch_size": 1, "seconds": total, "tokens": 120, "tokens_per_second": 120 / total, "groups": groups}
-        return serving.Result([run], [[1, 2], [3, 4]], "0.0", 1.0, "m")
+        run = {"batch_size": 8, "seconds": total, "tokens": 120, "tokens_per_second": 120 / total}
+        run |= {"counters": {name: 2 * n if name != "by_position" else n for name, n in counters.items()}}
+        runs = [run | {"groups": {}}, run | {"batch_size": 1, "groups": groups}]
+        return serving.Result(runs, [[1, 2], [3, 4]], "0.0", 1.0, "m")
 
     report = evaluate.compare(
         result({"chat": 2.0, "code": 4.0}, 0, 0), {3: result({"chat": 4.0, "code": 2.0}, 40, 20)}, 3, "x", 9
     )
     rows = {g: (r["tokens_per_second"], r["baseline_tokens_per_second"], r["speedup"]) for g, r in report["by_group"].items()}
     assert rows == {"chat": (15.0, 30.0, 0.5), "code": (30.0, 15.0, 2.0)} and report["speedup"] == 1.0
-    assert report["by_group"]["code"]["acceptance_length"] == 1.5
+    assert report["by_group"]["code"]["acceptance_length"] == 1.5 == report["acceptance_length"]
 
 
 def test_stop_tokens_of_damaged_files(tmp_path):
