@@ -476,7 +476,7 @@ def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str 
     from eagle3dvc import serving
     from eagle3dvc.verifier import load_info, model_path
 
-    e, x = params.evaluate, params.extract
+    e, x, info = params.evaluate, params.extract, load_info(verifier)
     prompts = file_prompts(params, verifier, e.samples) if e.prompts else heldout_prompts(samples, params.prepare.max_length)
     if not prompts:
         raise UserError("there is no prompt to decode: give evaluate.prompts, or held-out samples with an answer")
@@ -486,7 +486,7 @@ def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str 
         prompts=[p.token_ids for p in prompts],
         groups=[p.group for p in prompts],
         max_new_tokens=e.max_new_tokens,
-        model=model_path(params, load_info(verifier)),
+        model=model_path(params, info),
         stop_token_ids=stop_tokens(verifier),
         batch_sizes=e.batch_sizes,
         dtype=x.dtype,
@@ -500,6 +500,7 @@ def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str 
             "enforce_eager": x.enforce_eager,
             "skip_tokenizer_init": True,
             **x.engine_args,
+            **({"revision": info.revision} if info.source == "hub" else {}),  # the commit whose states the drafter learnt from
         },
         env=x.env,
     )

@@ -227,6 +227,19 @@ def test_a_prompt_beyond_the_context_is_refused(trained):
         evaluate.engine_specs(asked, trained.export / "speculators", samples, f["verifier"])
 
 
+def test_a_verifier_of_the_hub_is_served_at_its_commit(trained, tmp_path):
+    f = trained.world.folders
+    samples = evaluate.heldout(12, f["hidden"], f["prompts"])
+    verifier = Path(shutil.copytree(f["verifier"], tmp_path / "verifier"))
+    said = json.loads((verifier / "verifier.json").read_text())
+    asked = params(engine="vllm")
+    plain, _ = evaluate.engine_specs(asked, trained.export / "speculators", samples, verifier)
+    assert "revision" not in plain.engine_args, "a folder has none"
+    (verifier / "verifier.json").write_text(json.dumps(said | {"source": "hub", "revision": "0123abcd"}))
+    plain, specs = evaluate.engine_specs(asked, trained.export / "speculators", samples, verifier)
+    assert plain.engine_args["revision"] == specs[3].engine_args["revision"] == "0123abcd"
+
+
 def test_no_heldout_split(trained, tmp_path):
     root = tmp_path / "data"
     root.mkdir()
