@@ -29,7 +29,8 @@ def prompts_of(a: argparse.Namespace) -> list[evaluate.Prompt]:
     if not a.prompts:
         return evaluate.heldout_prompts(iter_samples("data/prompts", "heldout"), a.max_prompt)[: a.samples]
     files = [os.path.abspath(p) for p in a.prompts]
-    params = parse({"max_samples": 1, "evaluate": {"prompts": files, "watch": os.path.commonpath(files)}})
+    asked = {"engine": "vllm", "prompts": files, "watch": os.path.commonpath(files)}
+    params = parse({"max_samples": 1, "evaluate": asked})
     found = evaluate.file_prompts(params, a.verifier, a.samples)
     return [p for p in found if len(p.token_ids) <= a.max_prompt]
 

@@ -230,8 +230,8 @@ class Evaluate(Block):
     def _watch(self):
         if self.baseline is not None and (not self.baseline.strip() or "\0" in self.baseline):
             raise ValueError(f"evaluate.baseline = {self.baseline!r} names no folder or revision; null compares with nothing")
-        for name in ("alone", "exact"):
-            if getattr(self, name) and self.engine == "none":
+        for name in ("alone", "exact", "prompts", "batch_sizes", "max_new_tokens"):
+            if self.engine == "none" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"evaluate.{name} needs an engine: set evaluate.engine to vllm")
         return _require_watched(self, "evaluate", [p for p in self.prompts if Path(p).exists()])
 

@@ -213,9 +213,11 @@ def test_many_draft_tokens_and_none(run):
 
 
 def test_what_needs_an_engine_says_so():
-    for name in ("exact", "alone"):
+    asked = {"exact": True, "alone": True, "prompts": ["a.jsonl"], "batch_sizes": [1, 8], "max_new_tokens": 64}
+    for name, value in asked.items():
         with pytest.raises(UserError, match=f"evaluate.{name} needs an engine"):
-            params(**{name: True})
+            params(**{name: value})
+    params(prompts=[], batch_sizes=[1], max_new_tokens=128)
 
 
 def test_a_prompt_beyond_the_context_is_refused(trained):
@@ -291,7 +293,7 @@ def test_prompt_files_are_rendered_and_grouped_by_category(tmp_path):
     ]
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    asked = params(prompts=[str(file)], watch=str(file))
+    asked = params(engine="vllm", prompts=[str(file)], watch=str(file))
     found = evaluate.file_prompts(asked, tmp_path / "verifier", 10)
     texts = [AutoTokenizer.from_pretrained(tmp_path / "verifier").decode(p.token_ids) for p in found]
     ask, answer = "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n"
@@ -305,11 +307,12 @@ def test_prompt_files_are_rendered_and_grouped_by_category(tmp_path):
     other = tmp_path / "other" / "questions.jsonl"
     other.parent.mkdir()
     other.write_text(json.dumps(rows[1]) + "\n")
-    both = params(prompts=[str(file), str(other)], watch=str(tmp_path))
+    both = params(engine="vllm", prompts=[str(file), str(other)], watch=str(tmp_path))
     groups = [p.group for p in evaluate.file_prompts(both, tmp_path / "verifier", 10)]
     assert groups == [f"{file}/math", str(file), str(file), str(other)], "two files of one name"
     with pytest.raises(UserError, match=r"evaluate\.prompts names .*questions\.jsonl twice"):
-        evaluate.file_prompts(params(prompts=[str(file), f"{tmp_path}/other/../questions.jsonl"], watch=str(tmp_path)), "x", 1)
+        twice = [str(file), f"{tmp_path}/other/../questions.jsonl"]
+        evaluate.file_prompts(params(engine="vllm", prompts=twice, watch=str(tmp_path)), "x", 1)
     file.write_text("")
     with pytest.raises(UserError, match=r"questions\.jsonl is empty: it holds no row; remove it from evaluate\.prompts"):
         evaluate.file_prompts(asked, tmp_path / "verifier", 10)
