@@ -63,7 +63,11 @@ def heldout(samples: int, hidden: str | Path, prompts: str | Path) -> Heldout:
 
 
 def as_speculators(folder: Path, scratch: Path) -> Path:
-    """The folder itself, or what is inside it, in the layout the walk loads; other layouts are converted into `scratch`."""
+    """The folder itself, or what is inside it, in the layout the walk loads; other layouts are converted into `scratch`.
+
+    Raises UserError where there is none, or where it is damaged or not what its provenance says.
+    """
+    from eagle3dvc.drafter import check
     from eagle3dvc.drafter.convert import convert
 
     candidates = [folder, folder / layouts.SPECULATORS, folder / layouts.SGLANG, folder / "best"]
@@ -71,6 +75,7 @@ def as_speculators(folder: Path, scratch: Path) -> Path:
         if (f / "config.json").is_file():
             if layouts.detect(layouts.read_config(f), f) == layouts.SPECULATORS:
                 layouts.read(f)  # speculators and transformers would end a damaged one in a traceback
+                check.provenance(f)
                 return f
             try:
                 convert(f, layouts.SPECULATORS, scratch / "converted")
@@ -81,10 +86,11 @@ def as_speculators(folder: Path, scratch: Path) -> Path:
     raise UserError(f"{folder} holds no drafter (looked for config.json in it, in speculators/, sglang/ and best/)")
 
 
-def baseline_folder(baseline: str, scratch: Path, repository: Path) -> Path:
-    """A drafter folder, or a git revision or experiment whose models/export is fetched from the DVC cache or remote. Raises UserError."""
+def baseline_folder(baseline: str, scratch: Path, repository: Path) -> tuple[Path, str | None]:
+    """(folder, None) of a drafter's folder; (folder, commit) of a git revision or experiment, whose models/export is fetched from the
+    DVC cache or remote. Raises UserError."""
     if Path(baseline).is_dir():
-        return Path(baseline)
+        return Path(baseline), None
     commit = commit_of(baseline, repository)
     if commit is None:
         raise UserError(
@@ -99,7 +105,12 @@ def baseline_folder(baseline: str, scratch: Path, repository: Path) -> Path:
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise UserError(f"evaluate.baseline = {baseline}: its {EXPORT} is in no cache or remote ({why}); run `dvc fetch` there")
-    return out
+    return out, commit
+
+
+def named_verifier(folder: Path) -> str | None:
+    """The public name of the verifier in the config.json of a folder in speculators layout; None where it says none."""
+    return ((layouts.read_config(folder).get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
 
 
 def load_drafter(folder: Path, layer_ids: list[int], verifier: str | Path, where: str):
@@ -111,7 +122,7 @@ def load_drafter(folder: Path, layer_ids: list[int], verifier: str | Path, where
 
     config, name = layouts.read_config(folder), load_info(verifier).name
     ids = config.get("eagle_aux_hidden_state_layer_ids")
-    said = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    said = named_verifier(folder)
     if said != name:
         print(f"note: {folder} says it is a drafter for {said}; it is evaluated on {name}", file=sys.stderr, flush=True)
     if ids != list(layer_ids[:-1]):
@@ -164,7 +175,7 @@ def build(
     """The metrics of the stage; writes the plots; `log["engine"]` where an engine ran. Raises UserError."""
     from eagle3dvc.drafter.acceptance import walk
     from eagle3dvc.stage import root
-    from eagle3dvc.verifier import load_head
+    from eagle3dvc.verifier import load_head, load_info
 
     e = params.evaluate
     samples, head, own = heldout(e.samples, hidden, prompts), load_head(verifier), on_policy(params)
@@ -183,13 +194,18 @@ def build(
             metrics["by_draft_tokens"] = {str(k): _rounded(sweep[k]) for k in sorted(sweep)}
         del model
         if e.baseline:
-            other = as_speculators(baseline_folder(e.baseline, scratch, root()), scratch / "other")
+            found, commit = baseline_folder(e.baseline, scratch, root())
+            other = as_speculators(found, scratch / "other")
+            origin = {"name": e.baseline, "commit": commit, "verifier": named_verifier(other)}
+            if origin["verifier"] == load_info(verifier).name:
+                del origin["verifier"]
             before = walk(
                 load_drafter(other, samples.data.layer_ids, verifier, str(hidden)), head, samples, e.draft_tokens, own
             )
             change, interval = difference(result.per_sample, before.per_sample, e.bootstrap, params.seed)
             metrics["baseline"] = _rounded(
                 {
+                    **{k: v for k, v in origin.items() if v is not None},
                     "acceptance_length": before.acceptance_length,
                     "acceptance_by_position": before.rate_by_position,
                     "difference": change,

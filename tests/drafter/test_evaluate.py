@@ -109,6 +109,16 @@ def test_training_beats_no_training_by_more_than_its_interval(run, untrained):
 def test_a_drafter_does_not_differ_from_itself(trained, run):
     found = run(baseline=str(trained.export / "sglang"))[0]["baseline"]
     assert found["difference"] == 0 and found["difference_ci95"] == [0, 0]
+    assert found["name"] == str(trained.export / "sglang") and not found.keys() & {"commit", "verifier"}
+
+
+def test_a_baseline_that_contradicts_its_provenance(trained, run, tmp_path):
+    copy = Path(shutil.copytree(trained.export / "speculators", tmp_path / "other"))
+    config = json.loads((copy / "config.json").read_text())
+    config["transformer_layer_config"]["rope_parameters"]["rope_theta"] = 77.0
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="other: rope_parameters is .*77.* in config.json but was"):
+        run(baseline=str(copy))
 
 
 def test_a_foreign_sglang_drafter_that_does_not_say_its_verifier_is_to_be_converted_first(trained, tmp_path):
@@ -149,6 +159,8 @@ def test_baseline_of_a_git_revision(trained, run, untrained, tmp_path):
     shutil.rmtree(tmp_path / "models/export")
     metrics, _, _ = run(baseline=revision)
     assert metrics["baseline"]["acceptance_length"] == run(baseline=str(untrained))[0]["baseline"]["acceptance_length"]
+    assert run(baseline="HEAD")[0]["baseline"] == metrics["baseline"] | {"name": "HEAD"}
+    assert metrics["baseline"]["name"] == metrics["baseline"]["commit"] == revision
     shutil.rmtree(tmp_path / ".dvc/cache")
     with pytest.raises(UserError, match="is in no cache or remote"):
         run(baseline=revision)
@@ -160,6 +172,7 @@ def test_what_cannot_be_evaluated(trained, run, tmp_path):
     with pytest.raises(UserError, match="holds no drafter"):
         run(drafter=tmp_path)
     copy = Path(shutil.copytree(trained.export / "speculators", tmp_path / "other"))
+    (copy / "eagle3dvc.json").unlink()
     config = json.loads((copy / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 4]
     (copy / "config.json").write_text(json.dumps(config))
@@ -200,7 +213,8 @@ def test_a_drafter_of_a_verifier_of_another_name_is_said(trained, run, tmp_path,
     layouts.write(d, tmp_path / "other", "speculators")
     run()
     assert "it is evaluated on" not in capsys.readouterr().err
-    run(drafter=tmp_path / "other")
+    found = run(drafter=tmp_path / "other", baseline=str(tmp_path / "other"))[0]
+    assert found["baseline"]["verifier"] == "tests/other"
     assert "says it is a drafter for tests/other; it is evaluated on tests/tiny" in capsys.readouterr().err
 
 
