@@ -51,13 +51,23 @@ def work_dir(kind: str) -> Path:
 
 
 def commit_of(revision: str, repository: str | Path) -> str | None:
-    """The commit that a git revision or the name of a DVC experiment stands for; None where it is neither."""
+    """The commit that a git revision or the name of a DVC experiment stands for; None where it is neither.
+
+    Raises UserError where several experiments have that name.
+    """
 
     def git(*args: str) -> str:
         return subprocess.run(["git", "-C", str(repository), *args], capture_output=True, text=True).stdout.strip()
 
-    commit = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    return commit or git("for-each-ref", "--count=1", "--format=%(objectname)", f"refs/exps/*/*/{revision}") or None
+    if commit := git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"):
+        return commit
+    found = (line.split() for line in git("for-each-ref", "--format=%(objectname) %(refname)", "refs/exps").splitlines())
+    commits = sorted({commit for commit, ref in found if ref.split("/", 4)[4:] == [revision]})  # refs/exps/12/345.../name
+    if len(commits) > 1:
+        raise UserError(
+            f"{revision} is the name of {len(commits)} experiments ({', '.join(c[:9] for c in commits)}): give the commit instead"
+        )
+    return commits[0] if commits else None
 
 
 def write_json(path: str | Path, data: Any) -> None:

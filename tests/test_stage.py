@@ -1,0 +1,32 @@
+"""What all stages share: the commits that names stand for."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from eagle3dvc import stage
+from eagle3dvc.errors import UserError
+
+
+def test_an_experiment_is_found_by_its_whole_name_only(tmp_path):
+    def git(*args: str) -> str:
+        who = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+        return subprocess.run(["git", *who, *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    commits = []
+    for text in ("one", "two"):
+        git("commit", "-q", "--allow-empty", "-m", text)
+        commits.append(git("rev-parse", "HEAD"))
+    git("update-ref", "refs/exps/ab/cdef/puffy-cat", commits[0])
+    assert stage.commit_of("puffy-cat", tmp_path) == commits[0]
+    assert stage.commit_of(commits[1][:12], tmp_path) == commits[1]
+    for name in ("*", "puffy-*", "puffy-ca?", "puffy", "cdef/puffy-cat", "nothing"):
+        assert stage.commit_of(name, tmp_path) is None, name
+    git("update-ref", "refs/exps/cd/cdef/puffy-cat", commits[0])
+    assert stage.commit_of("puffy-cat", tmp_path) == commits[0], "twice the same commit is one"
+    git("update-ref", "refs/exps/ef/cdef/puffy-cat", commits[1])
+    with pytest.raises(UserError, match=r"puffy-cat is the name of 2 experiments \(.*\): give the commit instead"):
+        stage.commit_of("puffy-cat", tmp_path)
