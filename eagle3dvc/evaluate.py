@@ -308,11 +308,21 @@ def file_prompts(params: Params, verifier: str | Path, per_file: int) -> list[Pr
                 roles = [m["role"] for m in conversation.messages]
                 end = roles.index("assistant") if "assistant" in roles else len(roles)
                 ids = renderer.prompt_ids(conversation.messages[:end], conversation.tools)
+                category = row.data.get("category") if isinstance(row.data, dict) else None
+                if category and not _is_text(category):  # it names a group in the log
+                    raise Rejected("invalid_category", f"its category {ascii(category)[:80]} is no text")
             except Rejected as e:
                 raise UserError(f"evaluate.prompts: {row.where} is no question ({e}); correct it or remove it") from None
-            category = row.data.get("category") if isinstance(row.data, dict) else None
             found.append(Prompt(list(ids), f"{name}/{category}" if category else name))
     return found
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is text that can be written: half of a surrogate pair cannot."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def stop_tokens(folder: str | Path) -> list[int]:

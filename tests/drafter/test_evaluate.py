@@ -333,6 +333,10 @@ def test_prompt_files_are_rendered_and_grouped_by_category(tmp_path):
     file.write_text(json.dumps({"nothing": 1}) + "\n")
     with pytest.raises(UserError, match=r"evaluate\.prompts: .*questions\.jsonl line 1 is no question"):
         evaluate.file_prompts(asked, tmp_path / "verifier", 10)
+    for category in ('"half a pair: \\ud800"', '["a", "b"]', "3"):
+        file.write_text(f'{{"turns": ["Why?"], "category": {category}}}\n')
+        with pytest.raises(UserError, match=r"line 1 is no question \(invalid_category: its category .* is no text\); correct"):
+            evaluate.file_prompts(asked, tmp_path / "verifier", 10)
     file.write_text('{"turns": ["half a pair: \\ud800"]}\n')
     with pytest.raises(UserError, match=r"evaluate\.prompts: .*line 1 is no question \(invalid_unicode: "):
         evaluate.file_prompts(asked, tmp_path / "verifier", 10)
