@@ -97,14 +97,19 @@ def baseline_folder(baseline: str, scratch: Path, repository: Path) -> tuple[Pat
             f"evaluate.baseline = {baseline} is neither a folder nor a git revision or experiment of this repository"
         )
     out = scratch / "baseline"
-    done = subprocess.run(
-        [sys.executable, "-m", "dvc", "get", "-q", str(repository), EXPORT, "--rev", commit, "-o", str(out)],
+    done = subprocess.run(  # not quiet: it would keep the reason to itself
+        [sys.executable, "-m", "dvc", "get", str(repository), EXPORT, "--rev", commit, "-o", str(out)],
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UserError(f"evaluate.baseline = {baseline}: its {EXPORT} is in no cache or remote ({why}); run `dvc fetch` there")
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("Having any troubles?")]
+        why = ([line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"])[-1]
+        raise UserError(
+            f"evaluate.baseline = {baseline}: DVC cannot get {EXPORT} of {commit[:12]} "
+            f"({why.removeprefix('ERROR: ').removeprefix('unexpected error - ')}); if another cache or remote has it, run "
+            "`dvc push` there or `dvc fetch -r REMOTE` in a checkout of that commit"
+        )
     return out, commit
 
 

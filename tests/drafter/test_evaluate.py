@@ -162,7 +162,9 @@ def test_baseline_of_a_git_revision(trained, run, untrained, tmp_path):
     assert run(baseline="HEAD")[0]["baseline"] == metrics["baseline"] | {"name": "HEAD"}
     assert metrics["baseline"]["name"] == metrics["baseline"]["commit"] == revision
     shutil.rmtree(tmp_path / ".dvc/cache")
-    with pytest.raises(UserError, match="is in no cache or remote"):
+    with pytest.raises(
+        UserError, match=rf"DVC cannot get models/export of {revision[:12]} \(.*(No such|No storage).*\); if another"
+    ):
         run(baseline=revision)
     with pytest.raises(UserError, match="neither a folder nor a git revision"):
         run(baseline="no-such-thing")
