@@ -3,34 +3,48 @@
 The card inside `models/export` is part of a DVC output, so it holds only what the same inputs always give: names, counts,
 settings, the drafter's own metrics, and the hashes that dvc.lock records for its inputs. A git commit is not such a thing:
 the commit that records this export in dvc.lock does not exist yet while the export is being made. The hashes name it without
-doubt, though: `eagle3dvc card` looks up the first commit whose dvc.lock has them and writes a card with the commit and the
-evaluation, for publishing.
+doubt, though: `eagle3dvc card` looks up the first commit of a branch or tag whose dvc.lock has the drafter's and, where the present
+dvc.lock is of that drafter, the export's, and writes a card with the commit and the evaluation, for publishing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from eagle3dvc.drafter import layouts
 from eagle3dvc.drafter.layouts import Drafter
-from eagle3dvc.errors import UserError
+from eagle3dvc.errors import UserError, yaml_problem
 
 INPUTS = ("data/verifier", "data/prompts", "data/hidden_states", "models/drafter")
+EXPORT = "models/export"
+METRICS = (
+    "`acceptance_length` and `heldout_loss` are of the best checkpoint (`best_step`), on `heldout_samples` held-out samples. The rest is "
+    "of the whole training: its last loss, steps, samples and supervised tokens, and the draft vocabulary."
+)
 MARK = "<!-- eagle3dvc: provenance -->"
+
+
+def _outputs(lock: str | Path) -> dict[str, str | None]:
+    """{output: md5} of all outputs in dvc.lock; empty outside DVC. Raises UserError where it is no YAML."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    if (text := _read(Path(lock))) is None:
+        return {}
+    try:
+        stages = (YAML(typ="safe").load(text) or {}).get("stages") or {}
+    except YAMLError as e:
+        raise UserError(f"{lock} is not valid YAML: {yaml_problem(e)}") from None
+    return {o["path"]: o.get("md5") for s in stages.values() for o in s.get("outs", ())}
 
 
 def lock_hashes(lock: str | Path = "dvc.lock") -> dict[str, str]:
     """{output: md5} of the inputs of an export, as dvc.lock records them; empty outside DVC."""
-    from ruamel.yaml import YAML
-
-    path = Path(lock)
-    if not path.is_file():
-        return {}
-    stages = (YAML(typ="safe").load(path.read_text(encoding="utf-8")) or {}).get("stages") or {}
-    outs = {o["path"]: o.get("md5") for s in stages.values() for o in s.get("outs", ())}
+    outs = _outputs(lock)
     return {name: outs[name] for name in INPUTS if outs.get(name)}
 
 
@@ -155,7 +169,7 @@ def text(d: Drafter, layout: str, *, info: Any, drafter: str | Path, prompts: st
     )
     lines += ["", "## Data", "", _table(data or [("none", "")])]
     lines += ["", "## Training", "", _table(_flat({"seed": record["seed"], **_public(record["settings"])}))]
-    lines += ["", "## Metrics", "", "Of the best checkpoint, on held-out samples:", "", _table(_flat(record["metrics"]))]
+    lines += ["", "## Metrics", "", METRICS, "", _table(_flat(record["metrics"]))]
     lines += ["", "## Where it comes from", "", MARK]
     lines.append(_table([(f"`{k}`", f"`{v}`") for k, v in hashes.items()] or [("dvc.lock", "not made by a DVC pipeline")]))
     if find:
@@ -163,33 +177,77 @@ def text(d: Drafter, layout: str, *, info: Any, drafter: str | Path, prompts: st
     return "\n".join(lines) + "\n"
 
 
-def _git(*args: str) -> str:
-    done = subprocess.run(["git", *args], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"git {' '.join(args[:2])} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
-    return done.stdout.strip()
+def _git(*args: str, missing: str | None = None) -> str:
+    """What git prints; where it fails, `missing`, or UserError."""
+    done = subprocess.run(["git", *args], capture_output=True, encoding="utf-8", errors="replace")
+    if not done.returncode:
+        return done.stdout.strip()
+    if missing is not None:
+        return missing
+    said = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
+    raise UserError(f"git {' '.join(args[:2])} failed: {said[-1]}")
 
 
-def commit_of(md5: str, lock: str = "dvc.lock") -> str:
-    """The first commit whose dvc.lock has this hash; UserError when none has."""
-    found = _git("log", "--format=%H", "--all", "--reverse", f"-S{md5}", "--", lock).splitlines()
-    if not found:
-        raise UserError(f"no commit has {md5} in {lock}: commit {lock} first (git add {lock} && git commit)")
-    return found[0]
+def commit_of(hashes: list[str], lock: str = "dvc.lock") -> str:
+    """The first commit of the branches, tags and HEAD whose dvc.lock has all these hashes; UserError when none has.
+
+    Experiments are not looked through: their commits are nothing that others have.
+    """
+    where = ("--branches", "--tags", "--remotes", "HEAD")
+    for commit in _git("log", "--format=%H", "--reverse", "--topo-order", *where, "--", lock).splitlines():
+        found = _git("show", f"{commit}:./{lock}", missing="")
+        if all(f"md5: {md5}\n" in f"{found}\n" for md5 in hashes):
+            return commit
+    raise UserError(
+        f"no commit of a branch or tag has {' and '.join(hashes)} in {lock}: commit {lock} first (git add {lock} && git commit)"
+    )
 
 
-def finished(folder: str | Path, metrics: str | Path = "metrics/evaluate.json") -> str:
-    """The card of an exported layout with the git commit that made it and, where there is one, the evaluation."""
+def finished(folder: str | Path, metrics: str | Path = "metrics/evaluate.json", lock: str = "dvc.lock") -> str:
+    """The card of an exported layout with the git commit that made it and, where there is one, the evaluation. Raises UserError."""
     path = Path(folder) / "README.md"
-    if not path.is_file() or MARK not in (card := path.read_text(encoding="utf-8")):
+    card = _read(path)
+    if card is None or MARK not in card:
         raise UserError(f"{path} is not a card of this pipeline: give a folder inside models/export")
-    rows = [line for line in card.split(MARK, 1)[1].splitlines() if line.startswith("| `models/drafter`")]
-    if not rows:
+    row = re.search(r"^\| `models/drafter`.*$", card.split(MARK, 1)[1], re.MULTILINE)
+    if not row:
         raise UserError(f"{path} was not made by a DVC pipeline: there is no commit to find")
-    commit = commit_of(rows[0].split("`")[3])
-    card = card.replace(MARK, f"{MARK}\nGit commit: `{commit}`\n")
-    if Path(metrics).is_file():
-        found = json.loads(Path(metrics).read_text(encoding="utf-8"))
-        rows = _flat({k: v for k, v in found.items() if isinstance(v, int | float | list | dict)})
+    hashed = re.fullmatch(r"\| `models/drafter` \| `([0-9a-f]+(?:\.dir)?)` \|", row[0])
+    if not hashed:
+        raise UserError(f"{path}: the row of models/drafter was edited and holds no hash now: run `dvc checkout {EXPORT}`")
+    hashes, outs = [hashed[1]], _outputs(lock)
+    if outs.get("models/drafter") == hashed[1] and outs.get(EXPORT):  # else dvc.lock is of another drafter's export
+        hashes.append(outs[EXPORT])
+    card = card.replace(MARK, f"{MARK}\nGit commit: `{commit_of(hashes, lock)}`\n")
+    if (rows := _evaluation(Path(metrics))) is not None:
         card = card.replace("\n## Where it comes from\n", f"\n## Evaluation\n\n{_table(rows)}\n\n## Where it comes from\n")
     return card
+
+
+def _evaluation(path: Path) -> list[tuple[str, Any]] | None:
+    """Rows of metrics/evaluate.json; None where there is none."""
+    if (found := _read(path)) is None:
+        return None
+    try:
+        values = dict(json.loads(found))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise UserError(f"{path} is damaged ({e}): run `dvc repro evaluate`, or `git checkout` it") from None
+    return _flat({k: v for k, v in values.items() if isinstance(v, int | float | list | dict)})
+
+
+def _read(path: Path) -> str | None:
+    """Its text; None where there is no such file. Raises UserError."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} cannot be read as text ({e}): get it again, `dvc checkout` or `git checkout` does") from None
+
+
+def write(text: str, path: Path) -> None:
+    """Write a finished card; UserError where `path` is something else than a card of this pipeline, or cannot be written."""
+    if path.exists() and MARK not in (_read(path) or ""):
+        raise UserError(f"{path} exists and is not a card of this pipeline: give another name, or remove it")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({e.strerror})") from None

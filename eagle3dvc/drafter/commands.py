@@ -59,7 +59,7 @@ def verify_export(
 
 def card(
     folder: Annotated[Path, typer.Argument(help="models/export/speculators or models/export/sglang.")],
-    write: Annotated[Path | None, typer.Option(help="Write it here instead of printing it.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write it here instead of printing it; no other file is replaced.")] = None,
 ) -> None:
     """The model card with the git commit that made the drafter and its evaluation, for publishing."""
     from eagle3dvc.drafter import card as module
@@ -68,5 +68,5 @@ def card(
     if write is None:
         typer.echo(text, nl=False)
     else:
-        write.write_text(text, encoding="utf-8")
+        module.write(text, write)
         typer.echo(f"{write}: written")
