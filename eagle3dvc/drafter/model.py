@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -203,25 +202,11 @@ def _check_targets(model: Any, head: Any, vocab: DraftVocab) -> None:
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(config.json, tensors) of a checkpoint folder, single-file or sharded; raises UserError where it is incomplete."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+    """(config.json, tensors) of a checkpoint folder, single-file or sharded; raises UserError where it is incomplete or damaged."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a drafter checkpoint: it has no config.json")
-    config = layouts.read_config(folder)
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    tensors: dict[str, torch.Tensor] = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise UserError(f"{folder} is incomplete: {name} is missing")
-        try:
-            tensors |= load_file(folder / name)
-        except (SafetensorError, OSError) as e:
-            raise UserError(f"{folder / name} is truncated or not a safetensors file ({e}): copy it again") from None
-    return config, tensors
+    return layouts.read_config(folder), layouts.read_tensors(folder)
 
 
 def vocab_of(tensors: dict[str, torch.Tensor], config: dict[str, Any], folder: str | Path) -> DraftVocab:

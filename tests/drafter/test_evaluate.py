@@ -136,6 +136,15 @@ def test_the_sglang_layout_alone_gives_the_same_numbers(trained, run, tmp_path):
     assert run(drafter=tmp_path / "only")[0] == run()[0]
 
 
+def test_weights_of_another_name_are_found(trained, run, tmp_path):
+    copy = Path(shutil.copytree(trained.export / "speculators", tmp_path / "other"))
+    (copy / "model.safetensors").rename(copy / "drafter.safetensors")
+    assert run(drafter=copy)[0] == run()[0]
+    (copy / "drafter.safetensors").unlink()
+    with pytest.raises(UserError, match="other holds no safetensors file"):
+        drafter_model.read_checkpoint(copy)
+
+
 def test_draft_token_sweep(run):
     metrics, _, _ = run(sweep_draft_tokens=[1, 2])
     by = metrics["by_draft_tokens"]
