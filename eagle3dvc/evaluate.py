@@ -12,7 +12,6 @@ import csv
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ import numpy as np
 from eagle3dvc.drafter import layouts
 from eagle3dvc.errors import UserError
 from eagle3dvc.params import Params
-from eagle3dvc.stage import commit_of
+from eagle3dvc.stage import commit_of, dvc_get
 
 PLOTS = Path("plots/evaluate")
 EXPORT = "models/export"
@@ -97,18 +96,10 @@ def baseline_folder(baseline: str, scratch: Path, repository: Path) -> tuple[Pat
             f"evaluate.baseline = {baseline} is neither a folder nor a git revision or experiment of this repository"
         )
     out = scratch / "baseline"
-    done = subprocess.run(  # not quiet: it would keep the reason to itself
-        [sys.executable, "-m", "dvc", "get", str(repository), EXPORT, "--rev", commit, "-o", str(out)],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("Having any troubles?")]
-        why = ([line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"])[-1]
+    if why := dvc_get(repository, EXPORT, commit, out):
         raise UserError(
-            f"evaluate.baseline = {baseline}: DVC cannot get {EXPORT} of {commit[:12]} "
-            f"({why.removeprefix('ERROR: ').removeprefix('unexpected error - ')}); if another cache or remote has it, run "
-            "`dvc push` there or `dvc fetch -r REMOTE` in a checkout of that commit"
+            f"evaluate.baseline = {baseline}: DVC cannot get {EXPORT} of {commit[:12]} ({why}); if another cache or remote has it, "
+            "run `dvc push` there or `dvc fetch -r REMOTE` in a checkout of that commit"
         )
     return out, commit
 

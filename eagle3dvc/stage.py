@@ -70,6 +70,20 @@ def commit_of(revision: str, repository: str | Path) -> str | None:
     return commits[0] if commits else None
 
 
+def dvc_get(repository: str | Path, path: str, commit: str, out: Path) -> str | None:
+    """Put an output as it was at a commit into the new folder `out`; DVC's reason where its cache and remote do not have it."""
+    done = subprocess.run(  # not quiet: it would keep the reason to itself
+        [sys.executable, "-m", "dvc", "get", str(repository), path, "--rev", commit, "-o", str(out)],
+        capture_output=True,
+        text=True,
+    )
+    if not done.returncode:
+        return None
+    lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("Having any troubles?")]
+    why = ([line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"])[-1]
+    return why.removeprefix("ERROR: ").removeprefix("unexpected error - ")
+
+
 def write_json(path: str | Path, data: Any) -> None:
     """Write sorted JSON through a temporary file and a rename, so that no reader sees half of it."""
     path = Path(path)

@@ -340,13 +340,11 @@ def _from_revision(revision: str) -> Path:
         )
     out = stage.work_dir("train-warm") / commit
     if not out.exists():
-        get = [sys.executable, "-m", "dvc", "get", repo, "models/drafter", "--rev", commit, "-o", f"{out}.part"]
-        shutil.rmtree(f"{out}.part", ignore_errors=True)
-        done = subprocess.run(get, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise UserError(f"train.warm_start = {revision}: models/drafter of that revision cannot be read ({reason})")
-        os.rename(f"{out}.part", out)
+        part = out.with_name(f"{commit}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        if why := stage.dvc_get(repo, "models/drafter", commit, part):
+            raise UserError(f"train.warm_start = {revision}: models/drafter of that revision cannot be read ({why})")
+        part.rename(out)
     return out
 
 

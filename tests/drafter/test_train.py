@@ -532,6 +532,10 @@ def test_warm_start_from_a_git_revision(world, work):
     assert files("third/last") == files("second/last")
     with pytest.raises(UserError, match="neither a folder nor a git revision or experiment"):
         build(world, warm_start="no-such-thing")
+    shutil.rmtree(".dvc/tmp/eagle3dvc/train-warm")
+    shutil.rmtree(".dvc/cache")
+    with pytest.raises(UserError, match="models/drafter of that revision cannot be read \\((?!Having any).*models/drafter"):
+        build(world, out="fourth", max_steps=1, warm_start="HEAD")
 
 
 @pytest.mark.parametrize(
