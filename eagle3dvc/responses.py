@@ -121,7 +121,9 @@ class AnswerStore:
             if ended > 1 or check + _CHECK.size > len(raw) or _sum(raw[at:check]) != _CHECK.unpack_from(raw, check)[0]:
                 at += 1
                 continue
-            self._keep(key, _Place(at + _HEAD.size, count, bool(ended)))
+            place = _Place(at + _HEAD.size, count, bool(ended))
+            if self._better(key, place):
+                self._known[key] = place
             damaged += at - end
             at = end = check + _CHECK.size
         exclusive = True
@@ -136,10 +138,9 @@ class AnswerStore:
             print(f"note: {self.path} has {damaged} damaged bytes; their answers are lost", file=sys.stderr, flush=True)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
-    def _keep(self, key: bytes, new: _Place) -> None:
+    def _better(self, key: bytes, new: _Place) -> bool:
         old = self._known.get(key)
-        if old is None or new.better_than(old):
-            self._known[key] = new
+        return old is None or new.better_than(old)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -154,8 +155,8 @@ class AnswerStore:
         self.add_key(prompt_key(prompt), answer)
 
     def add_key(self, key: bytes, answer: Answer) -> None:
-        new, old = _Place(0, len(answer.token_ids), answer.ended), self._known.get(key)
-        if old is not None and not new.better_than(old):
+        new = _Place(0, len(answer.token_ids), answer.ended)
+        if not self._better(key, new):
             return
         record = _HEAD.pack(key, len(answer.token_ids), answer.ended) + np.asarray(answer.token_ids, "<i4").tobytes()
         record += _CHECK.pack(_sum(record))

@@ -358,8 +358,9 @@ def test_states_come_from_the_same_session(project, monkeypatch):
     assert {f.name: f.read_bytes() for f in Path("state/.dvc/tmp/eagle3dvc/shards").iterdir()} == own
 
 
-def test_answers_come_back_from_dvc(project, monkeypatch):
-    """The log is lost (another machine, say): the files in DVC's cache hold every answer, those of dropped samples too."""
+@pytest.fixture
+def commit_and_lose_the_log(project, monkeypatch):
+    """A DVC repository; the call leaves data/prompts and its answers in DVC's cache only."""
 
     def run(*args):
         done = subprocess.run(args, capture_output=True, text=True)
@@ -368,14 +369,23 @@ def test_answers_come_back_from_dvc(project, monkeypatch):
     run("git", "init", "-q")
     run(sys.executable, "-m", "dvc", "init", "-q")
     monkeypatch.setenv("DVC_ROOT", ".")
+
+    def lose():
+        Path("dvc.yaml").write_text("stages:\n  prepare:\n    cmd: test -d data/prompts\n    outs:\n    - data/prompts\n")
+        run(sys.executable, "-m", "dvc", "commit", "-q", "-f", "prepare")
+        for f in Path(".dvc/tmp/eagle3dvc/answers").iterdir():
+            f.unlink()
+        subprocess.run(["rm", "-rf", "data/prompts"], check=True)
+
+    return lose
+
+
+def test_answers_come_back_from_dvc(project, monkeypatch, commit_and_lose_the_log):
+    """The log is lost (another machine, say): the files in DVC's cache hold every answer, those of dropped samples too."""
     p = project(max_new_tokens=8, keep_truncated=False, max_rejected_fraction=0.9)
     build(p)
     want = [f.read_bytes() for f in shard_files("data/prompts")]
-    Path("dvc.yaml").write_text("stages:\n  prepare:\n    cmd: test -d data/prompts\n    outs:\n    - data/prompts\n")
-    run(sys.executable, "-m", "dvc", "commit", "-q", "-f", "prepare")
-    for f in Path(".dvc/tmp/eagle3dvc/answers").iterdir():
-        f.unlink()
-    subprocess.run(["rm", "-rf", "data/prompts"], check=True)
+    commit_and_lose_the_log()
     no_engine(monkeypatch)
     log = {}
     metrics = build(p, log)
@@ -384,23 +394,12 @@ def test_answers_come_back_from_dvc(project, monkeypatch):
     assert [f.read_bytes() for f in shard_files("data/prompts")] == want
 
 
-def test_a_damaged_answer_in_the_cache_of_dvc_is_written_again(project, monkeypatch):
-    def run(*args):
-        done = subprocess.run(args, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    run("git", "init", "-q")
-    run(sys.executable, "-m", "dvc", "init", "-q")
-    monkeypatch.setenv("DVC_ROOT", ".")
+def test_a_damaged_answer_in_the_cache_of_dvc_is_written_again(project, commit_and_lose_the_log):
     p = project()
     build(p)
     want = {f.name: f.read_bytes() for f in Path("data/prompts").rglob("*.parquet")}
-    Path("dvc.yaml").write_text("stages:\n  prepare:\n    cmd: test -d data/prompts\n    outs:\n    - data/prompts\n")
-    run(sys.executable, "-m", "dvc", "commit", "-q", "-f", "prepare")
+    commit_and_lose_the_log()
     (stored,) = (f for f in Path(".dvc/cache/files/md5").rglob("*") if f.is_file() and f.read_bytes() == want["00000.parquet"])
-    for f in Path(".dvc/tmp/eagle3dvc/answers").iterdir():
-        f.unlink()
-    subprocess.run(["rm", "-rf", "data/prompts"], check=True)
     raw = bytearray(stored.read_bytes())
     raw[len(raw) // 4] ^= 1
     stored.chmod(0o644)
