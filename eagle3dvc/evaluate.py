@@ -73,8 +73,8 @@ def as_speculators(folder: Path, scratch: Path) -> Path:
     for f in candidates:
         if (f / "config.json").is_file():
             if layouts.detect(layouts.read_config(f), f) == layouts.SPECULATORS:
-                layouts.read(f)  # speculators and transformers would end a damaged one in a traceback
-                check.provenance(f)
+                # read here: speculators and transformers would end a damaged one in a traceback
+                check.provenance(f, layouts.read(f))
                 return f
             try:
                 convert(f, layouts.SPECULATORS, scratch / "converted")
@@ -495,10 +495,11 @@ def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str 
     """
     import dataclasses
 
-    from eagle3dvc import serving
+    from eagle3dvc import engines, serving
     from eagle3dvc.verifier import load_info, model_path
 
     e, x, info = params.evaluate, params.extract, load_info(verifier)
+    commit = engines.revision(info)
     prompts = file_prompts(params, verifier, e.samples) if e.prompts else heldout_prompts(samples, params.prepare.max_length)
     if not prompts:
         raise UserError("there is no prompt to decode: give evaluate.prompts, or held-out samples with an answer")
@@ -522,7 +523,7 @@ def engine_specs(params: Params, drafter: Path, samples: Heldout, verifier: str 
             "enforce_eager": x.enforce_eager,
             "skip_tokenizer_init": True,
             **x.engine_args,
-            **({"revision": info.revision} if info.source == "hub" else {}),  # the commit whose states the drafter learnt from
+            **({"revision": commit} if commit else {}),  # whose states the drafter learnt from
         },
         env=x.env,
     )

@@ -329,11 +329,14 @@ def verify_export(
     return [report]
 
 
-def provenance(folder: Path) -> dict[str, Any]:
-    """What the folder's provenance says of its verifier, {} where it has none; UserError where anything was changed since."""
+def provenance(folder: Path, d: Drafter | None = None) -> dict[str, Any]:
+    """What the folder's provenance says of its verifier, {} where it has none; UserError where anything was changed since.
+
+    d: the folder's drafter, where it has been read already.
+    """
     if not (folder / PROVENANCE).exists():
         return {}
-    said = _check_provenance(folder, layouts.read(folder)).get("verifier")
+    said = _check_provenance(folder, d or layouts.read(folder)).get("verifier")
     return said if isinstance(said, dict) else {}
 
 
